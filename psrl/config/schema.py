@@ -1,0 +1,290 @@
+"""The typed configuration. Every key is here with its meaning and its shipped (cluster) default; unknown keys are refused.
+
+No torch import: the launcher composes and checks a configuration before anything heavy starts. The laptop preset
+(`conf/preset/laptop.yaml`) overrides sizes only; keys of verl's vocabulary keep verl's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class PartialRolloutConfig:
+    enable: bool = True
+    """A weight pull interrupts generation at the version boundary; tokens and log-probs are kept, the request goes on."""
+
+
+@dataclass
+class RoutingStrategyConfig:
+    method: str = "request_num_balance"
+    """request_num_balance | round_robin | random."""
+    admission_reject_on_waiting: bool = True
+    """Send nothing new to an instance whose own queue has begun to wait."""
+    max_concurrent_seqs_per_instance: int = 1024
+    """Most sequences that the router places on one instance at a time."""
+
+
+@dataclass
+class SyncStrategyConfig:
+    method: str = "greedy"
+    """greedy: pull whenever a newer version is published."""
+
+
+@dataclass
+class RolloutCoordinationConfig:
+    partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
+    routing_strategy: RoutingStrategyConfig = field(default_factory=RoutingStrategyConfig)
+    sync_and_mig_strategy: SyncStrategyConfig = field(default_factory=SyncStrategyConfig)
+
+
+@dataclass
+class StatusCollectionConfig:
+    enable: bool = True
+    engine_sync_interval_in_ms: int = 100
+    """Upper bound between a change in an engine and its report."""
+    coordinator_sync_interval_in_ms: int = 100
+    """Upper bound between the coordinator's own housekeeping rounds."""
+
+
+@dataclass
+class LogProbConfig:
+    enable_rollout_engine_log_prob: bool = True
+    """The engine returns the log-prob of each sampled token; every rollout correction needs it."""
+
+
+@dataclass
+class DeploymentConfig:
+    n_rollout_instances: int = 2
+    train_nnodes: int = 1
+    train_ngpus_per_node: int = 1
+    """Trainer ranks a node (processes on a CPU)."""
+    n_agent_loops: int = 1
+    """Agent loop processes a rollout node."""
+    train_cpu_threads: int = 1
+    """Compute threads of each trainer rank on a CPU."""
+    rollout_cpu_threads: int = 1
+    """Compute threads of each instance on a CPU."""
+    train_cores: list[int] | None = None
+    """Pin trainer ranks and coordinator to these cores of the node; null: not pinned."""
+    rollout_cores: list[int] | None = None
+    """Pin instances, agent loops and rewards to these cores; null: not pinned."""
+
+
+@dataclass
+class FaultToleranceConfig:
+    max_restarts: int = 3
+    """How often one instance, and one agent loop, is started again in place."""
+    coordinator_max_restarts: int = 3
+    hello_timeout_s: float = 60.0
+    """A role that cannot say hello for this long gives up, and says so."""
+    heartbeat_interval_s: float = 1.0
+    heartbeat_timeout_s: float = 20.0
+    """Silence after which the other side counts as dead."""
+    fence_s: float = 60.0
+    """A role without a coordinator for this long leaves by itself."""
+    startup_timeout_s: float = 600.0
+    """Most time from the start of the run to its first instance and trainer being ready."""
+    drain_grace_s: float = 30.0
+    """Time for a drain (Ctrl-C, SIGTERM) to flush, seal and checkpoint."""
+
+
+@dataclass
+class NetConfig:
+    interface: str | None = None
+    """Network interface that everything binds to; null: loopback for a local run, else the host's own address."""
+
+
+@dataclass
+class WeightsConfig:
+    pull_timeout_s: float = 120.0
+    """Deadline of one weight transfer; then it is released and tried again."""
+
+
+@dataclass
+class PsrlConfig:
+    staleness: int = 0
+    """Most versions that a group may lag behind the policy that trains on it."""
+    staleness_buffer_entries: int = 512
+    """Prompt groups a training step (B)."""
+    rollout_n: int = 1
+    """Samples a prompt group."""
+    ps_mode: str = "auto"
+    """auto: nixl where it loads, else filesystem with a warning | nixl (refused where it does not load) | filesystem."""
+    max_group_retries: int = 1
+    """How often a group is tried again after a failed or timed-out reward, then its prompt is dropped and replaced."""
+    rollout_coordination: RolloutCoordinationConfig = field(default_factory=RolloutCoordinationConfig)
+    status_collection: StatusCollectionConfig = field(default_factory=StatusCollectionConfig)
+    log_prob: LogProbConfig = field(default_factory=LogProbConfig)
+    deployment: DeploymentConfig = field(default_factory=DeploymentConfig)
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
+    net: NetConfig = field(default_factory=NetConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+
+
+@dataclass
+class TinyModelConfig:
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 384
+    max_position_embeddings: int = 1024
+    warm_start_steps: int = 150
+    """Supervised steps on solved examples of the task, so that RL has something to improve; 0 for random weights."""
+    seed: int = 0
+
+
+@dataclass
+class ModelConfig:
+    name: str = "tiny"
+    """tiny (made here, own tokenizer, short supervised warm start) | smollm2_135m (from its Python package) | hf."""
+    path: str | None = None
+    """A Hugging Face model directory; wins over `name`."""
+    dtype: str = "float32"
+    """Training master weights and, unless `gen_actor_rollout_ref.rollout.dtype` says otherwise, generation: float32 | bfloat16."""
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
+
+
+@dataclass
+class ReasoningGymConfig:
+    dataset: str | None = None
+    """A reasoning-gym dataset by name, for example chain_sum; null when train_files is used."""
+    size: int = 4096
+    params: dict[str, Any] = field(default_factory=dict)
+    """Parameters of that dataset, passed as they are."""
+
+
+@dataclass
+class DataConfig:
+    train_files: str | None = None
+    """A parquet or jsonl file in verl's columns: prompt (chat messages), data_source, reward_model.ground_truth."""
+    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
+    prompt_key: str = "prompt"
+    max_prompt_length: int = 1024
+    max_response_length: int = 1024
+    truncation: str = "skip"
+    """A prompt longer than max_prompt_length: skip (and count) | error (refuse to start)."""
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = True
+    """At the end of the last epoch drop what fills no whole buffer; False: train it as one short last buffer."""
+
+
+@dataclass
+class RewardConfig:
+    function: str | None = None
+    """`module:function` called as function(data_source, solution_str, ground_truth, extra_info) -> float; null: the task's own verifier."""
+    timeout_s: float = 30.0
+    """Deadline of one sample's score."""
+    num_workers: int = 1
+    """Scoring processes of each agent loop."""
+    max_memory_gb: float = 4.0
+    """Address-space limit of a scoring process."""
+
+
+@dataclass
+class RolloutEngineConfig:
+    name: str = "torch"
+    """Engine: torch (embedded)."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    ignore_eos: bool = False
+    dtype: str | None = None
+    """float32 | bfloat16; null: as the model."""
+    max_num_seqs: int = 256
+    """Most sequences that one engine decodes at once."""
+    max_model_len: int | None = None
+    """Context; null: max_prompt_length + max_response_length."""
+    kv_cache_tokens: int = 262144
+    """Tokens that one embedded engine's KV cache may hold; beyond it the youngest sequences are preempted and recomputed."""
+
+
+@dataclass
+class GenConfig:
+    rollout: RolloutEngineConfig = field(default_factory=RolloutEngineConfig)
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    lr_warmup_steps: int = 0
+
+
+@dataclass
+class ActorConfig:
+    strategy: str = "fsdp2"
+    ppo_mini_batch_size: int | None = None
+    """Groups an optimizer step; null: the whole buffer."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Token budget of a micro-batch: rows x longest row, padding included."""
+    ppo_epochs: int = 1
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    loss_agg_mode: str = "token-mean"
+    grad_clip: float = 1.0
+    mixed_precision: str = "float32"
+    """Compute dtype: float32 | bfloat16."""
+    gradient_checkpointing: bool = False
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class TrainActorConfig:
+    actor: ActorConfig = field(default_factory=ActorConfig)
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    rollout_is: str | None = None
+    """null | token: truncated importance sampling of each token."""
+    rollout_is_threshold: float = 2.0
+    bypass_mode: bool = False
+    """True: the engine's log-probs are the old log-probs of the PPO ratio; False: those of the training weights."""
+
+
+@dataclass
+class AlgorithmConfig:
+    adv_estimator: str = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+
+@dataclass
+class TrainerConfig:
+    total_training_steps: int | None = None
+    """Optimizer buffers to train; null: as total_epochs gives."""
+    total_epochs: int | None = None
+    """Passes over the data; null with total_training_steps set: as many as are needed."""
+    save_freq: int = 20
+    """Steps between checkpoints; the last step always writes one. 0 or less: only the last."""
+    keep_last: int = 2
+    """Complete checkpoints kept."""
+    keep_samples: bool = False
+    """Keep sealed samples that a complete checkpoint covers."""
+    project_name: str = "psrl"
+    experiment_name: str | None = None
+    logger: list[str] = field(default_factory=lambda: ["console", "wandb"])
+    """console, wandb (offline unless WANDB_MODE says otherwise)."""
+
+
+@dataclass
+class Config:
+    psrl: PsrlConfig = field(default_factory=PsrlConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    gen_actor_rollout_ref: GenConfig = field(default_factory=GenConfig)
+    train_actor_rollout_ref: TrainActorConfig = field(default_factory=TrainActorConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    run_dir: str | None = None
+    """Where the run lives; null: a fresh name under runs/. The same directory again resumes the run."""
+    note: str | None = None
+    """Free text, kept with the run."""
+    seed: int = 0

@@ -1,0 +1,297 @@
+"""Messages between the coordinator and every other role. One-way structs in both directions (an actor model):
+after a reconnect a role says Hello with all that it holds, so nothing depends on a reply that was lost."""
+
+from __future__ import annotations
+
+import msgspec
+
+from psrl.protocol.generation import EngineStats
+from psrl.protocol.samples import SampleRef
+
+
+class Message(msgspec.Struct, array_like=True, kw_only=True, tag=True):
+    """Base of every control message; the tag is the class name."""
+
+
+# ---- every role -> coordinator -------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message on each connection. `state` is the role's own snapshot (see the *State structs)."""
+
+    role: str
+    name: str
+    node: str
+    pid: int
+    sent_s: float
+    """The sender's monotonic clock, seconds; comes back in Welcome for the clock offset."""
+    state: SupervisorState | InstanceState | AgentState | TrainerState | None = None
+
+
+class SupervisorState(Message):
+    """What a node's supervisor runs."""
+
+    children: list[str] = []
+
+
+class InstanceState(Message):
+    """An instance: where agent loops reach it, and the weights that it holds (`version` -1: none yet)."""
+
+    endpoint: str
+    version: int
+    incarnation: int
+    max_concurrent: int
+
+
+class HeldGroup(Message):
+    """A group in an agent loop's hands; `ref` is set when it is sealed but not yet acknowledged."""
+
+    group: int
+    ref: SampleRef | None = None
+    on: dict[str, int] = {}
+    """Samples now at each instance."""
+
+
+class AgentState(Message):
+    held: list[HeldGroup] = []
+
+
+class TrainerState(Message):
+    """Rank 0 of the trainer: `version` is what its weights are now; `resumed_from` the checkpoint it started at."""
+
+    version: int
+    resumed_from: int
+    start_nonce: str
+    """Made once per trainer start: a new nonce is a new incarnation, the same one a mere reconnect."""
+    wants: int = -1
+    """The buffer it waits for, -1 if none."""
+
+
+class Leaving(Message):
+    """An orderly goodbye: this role stops on purpose."""
+
+    reason: str = ""
+
+
+# ---- supervisor ----------------------------------------------------------------------------------------------
+
+
+class ChildDown(Message):
+    """A child ended. `restarting` says whether the supervisor starts it again; `cause` reads "signal SIGKILL" or "exit code 3"."""
+
+    role: str
+    name: str
+    cause: str
+    restarting: bool
+
+
+class Drain(Message):
+    """Flush, seal, checkpoint if it fits into `grace_s`, end. Sent on SIGTERM, SIGUSR2 and Ctrl-C."""
+
+    reason: str
+    grace_s: float
+
+
+# ---- rollout instance ----------------------------------------------------------------------------------------
+
+
+class InstanceStatus(Message):
+    """Sent on change, at most every `status_collection.engine_sync_interval_in_ms`."""
+
+    stats: EngineStats
+
+
+class PullStarted(Message):
+    version: int
+
+
+class PullDone(Message):
+    """The instance now serves `version`. `pull_s`: transfer, while decoding went on; `pause_s`: decoding stood still."""
+
+    version: int
+    incarnation: int
+    pull_s: float
+    pause_s: float
+    nbytes: int
+
+
+class PullFailed(Message):
+    version: int
+    cause: str
+
+
+class Pull(Message):
+    """Coordinator -> instance: fetch these weights. With `abort_running` partial requests are handed back at the switch,
+    otherwise the instance finishes what it has first."""
+
+    version: int
+    incarnation: int
+    abort_running: bool
+
+
+# ---- agent loop ----------------------------------------------------------------------------------------------
+
+
+class InstanceInfo(Message):
+    name: str
+    endpoint: str
+    alive: bool
+
+
+class Instances(Message):
+    """Coordinator -> agent loops: who can be reached; sent on each change."""
+
+    instances: list[InstanceInfo]
+
+
+class Assignment(Message):
+    """Coordinator -> agent loop: make `n` samples of this prompt, starting at `instance`."""
+
+    group: int
+    data_epoch: int
+    prompt: int
+    n: int
+    version: int
+    incarnation: int
+    instance: str
+    attempt: int = 0
+
+
+class Assign(Message):
+    groups: list[Assignment]
+
+
+class SampleMoves(Message):
+    """Agent loop -> coordinator: samples that left an instance, as (instance, count)."""
+
+    left: list[tuple[str, int]]
+
+
+class RouteRequest(Message):
+    """Agent loop -> coordinator: where shall these (group, sample) pairs go on? Answered by Routed, at once or later."""
+
+    samples: list[tuple[int, int]]
+
+
+class Routed(Message):
+    """(group, sample, instance) for each; the version there is at least the group's."""
+
+    samples: list[tuple[int, int, str]]
+    incarnation: int
+
+
+class GroupDone(Message):
+    """Generated, rewarded, sealed and on disk (fsync done)."""
+
+    group: int
+    ref: SampleRef
+    reward_mean: float
+    response_tokens: int
+
+
+class GroupFailed(Message):
+    """The group could not be finished. `reason` is one of error | timeout | invalid_rewards | too_long | filtered."""
+
+    group: int
+    reason: str
+    detail: str
+    retry: bool
+
+
+class GroupAck(Message):
+    """Coordinator -> agent loop: these are in the ledger; forget them."""
+
+    groups: list[int]
+
+
+class GroupAbort(Message):
+    """Coordinator -> agent loop: stop work on these; nothing is to be sent for them any more."""
+
+    groups: list[int]
+    reason: str
+
+
+# ---- trainer rank 0 ------------------------------------------------------------------------------------------
+
+
+class TakenGroup(Message):
+    group: int
+    prompt: int
+    data_epoch: int
+    version: int
+    ref: SampleRef
+
+
+class WantBuffer(Message):
+    """Trainer -> coordinator: ready to train buffer `buffer` with weights of that version. Idempotent."""
+
+    buffer: int
+    incarnation: int
+
+
+class Buffer(Message):
+    """Coordinator -> trainer: the groups of one buffer in batch order. Empty `groups`: the data is used up."""
+
+    buffer: int
+    groups: list[TakenGroup]
+    counters: dict[str, int]
+
+
+class Published(Message):
+    """Trainer -> coordinator: weights `version` can be pulled. Idempotent."""
+
+    version: int
+    incarnation: int
+
+
+class PublishedAck(Message):
+    version: int
+
+
+class CheckpointDone(Message):
+    """Trainer -> coordinator: the checkpoint at `version` is complete (its marker is on disk)."""
+
+    version: int
+    seconds: float
+
+
+class TrainerDone(Message):
+    """All steps done, or drained (`drained`), and the last checkpoint complete."""
+
+    version: int
+    drained: bool
+
+
+# ---- coordinator -> every role -------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """`hello_sent_s` echoes Hello, `now_s` is the coordinator's monotonic clock."""
+
+    epoch: int
+    incarnation: int
+    hello_sent_s: float
+    now_s: float
+
+
+class DrainNow(Message):
+    """Coordinator -> trainer: finish the step in hand, checkpoint if one of the usual length fits, say TrainerDone."""
+
+    reason: str
+    grace_s: float
+
+
+class Shutdown(Message):
+    """Coordinator -> all: the run is over. status: completed | failed | interrupted."""
+
+    status: str
+    cause: str
+
+
+ToCoordinator = (
+    Hello | Leaving | ChildDown | Drain | InstanceStatus | PullStarted | PullDone | PullFailed | SampleMoves
+    | RouteRequest | GroupDone | GroupFailed | WantBuffer | Published | CheckpointDone | TrainerDone
+)  # fmt: skip
+FromCoordinator = (
+    Welcome | Pull | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | PublishedAck | DrainNow | Shutdown
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""Messages between an agent loop and a rollout instance, and the vocabulary of the Engine protocol."""
+
+from __future__ import annotations
+
+import msgspec
+
+from psrl.protocol.samples import VersionSpan
+
+FINISH_STOP = "stop"  # a stop token was sampled (it is the last token of the response)
+FINISH_LENGTH = "length"  # the response budget or the context is used up
+FINISH_ABORT = "abort"  # interrupted; never scored: continue it or discard it
+FINISH_REFUSED = "refused"  # not started here: the instance's version is older than the group's, or it is leaving
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How to sample. `top_k` <= 0 and `top_p` >= 1 switch the filter off; `temperature` 0 is greedy.
+
+    Log-probs are always log_softmax(logits / temperature) at the sampled token, before top-k and top-p
+    (temperature 0: log_softmax(logits)).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class SampleRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One response to make or to go on with. `prefix_ids` are response tokens that exist already (partial rollout);
+    `max_new_tokens` is what remains of the budget *after* the prefix. Same (seed, prefix length) gives the same draw."""
+
+    sample: int
+    max_new_tokens: int
+    seed: int
+    prefix_ids: tuple[int, ...] = ()
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="gen"):
+    """Samples of one group for one instance; the prompt is prefilled once for all of them."""
+
+    group: int
+    min_version: int
+    incarnation: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    samples: tuple[SampleRequest, ...]
+
+
+class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """Stop these groups; their samples come back with finish "abort" and the tokens so far."""
+
+    groups: tuple[int, ...]
+
+
+class TokenChunk(msgspec.Struct, array_like=True, kw_only=True):
+    """New tokens of one sample since its last chunk. `finish` is "" while it goes on."""
+
+    group: int
+    sample: int
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    """Positions count from the first token of *this request* (0 = the first token after `prefix_ids`)."""
+    finish: str = ""
+
+
+class TokenChunks(msgspec.Struct, array_like=True, tag="tok"):
+    """Everything an instance has for one agent loop at this moment."""
+
+    chunks: list[TokenChunk]
+
+
+class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
+    """Counters since the engine started, and gauges now. `kv_usage` is in [0, 1]; times in seconds."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    busy_s: float = 0.0
