@@ -1,0 +1,1 @@
+"""Typed schema, composition and every rule about what cannot be combined."""

@@ -75,7 +75,8 @@ class DeploymentConfig:
 @dataclass
 class FaultToleranceConfig:
     max_restarts: int = 3
-    """How often one instance, and one agent loop, is started again in place."""
+    """How often one instance is started again in place."""
+    agent_loop_max_restarts: int = 3
     coordinator_max_restarts: int = 3
     hello_timeout_s: float = 60.0
     """A role that cannot say hello for this long gives up, and says so."""
@@ -131,8 +132,11 @@ class TinyModelConfig:
     num_kv_heads: int = 2
     intermediate_size: int = 384
     max_position_embeddings: int = 1024
-    warm_start_steps: int = 150
-    """Supervised steps on solved examples of the task, so that RL has something to improve; 0 for random weights."""
+    warm_start_steps: int = 600
+    """Most supervised steps on solved examples of the task, so that RL has something to improve; 0 for random weights."""
+    warm_start_accuracy: float = 0.4
+    """The warm start ends as soon as the expected reward on held-out examples reaches this."""
+    warm_start_lr: float = 2e-3
     seed: int = 0
 
 
@@ -161,6 +165,8 @@ class DataConfig:
     train_files: str | None = None
     """A parquet or jsonl file in verl's columns: prompt (chat messages), data_source, reward_model.ground_truth."""
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
+    task: str | None = None
+    """A built-in synthetic task (digit_sum, longtail_copy) or your own as `module:object`; null when another source is used."""
     prompt_key: str = "prompt"
     max_prompt_length: int = 1024
     max_response_length: int = 1024

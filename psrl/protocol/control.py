@@ -43,11 +43,20 @@ class InstanceState(Message):
     max_concurrent: int
 
 
-class HeldGroup(Message):
-    """A group in an agent loop's hands; `ref` is set when it is sealed but not yet acknowledged."""
+class GroupDone(Message):
+    """Generated, rewarded, sealed and on disk (fsync done)."""
 
     group: int
-    ref: SampleRef | None = None
+    ref: SampleRef
+    reward_mean: float
+    response_tokens: int
+
+
+class HeldGroup(Message):
+    """A group in an agent loop's hands; `done` is set when it is sealed but not yet acknowledged."""
+
+    group: int
+    done: GroupDone | None = None
     on: dict[str, int] = {}
     """Samples now at each instance."""
 
@@ -57,20 +66,29 @@ class AgentState(Message):
 
 
 class TrainerState(Message):
-    """Rank 0 of the trainer: `version` is what its weights are now; `resumed_from` the checkpoint it started at."""
+    """Rank 0 of the trainer: `published` is the newest version that can be pulled from it (-1: none yet),
+    `resumed_from` the version of the checkpoint that it started at (0: the initial weights)."""
 
-    version: int
+    published: int
     resumed_from: int
     start_nonce: str
     """Made once per trainer start: a new nonce is a new incarnation, the same one a mere reconnect."""
     wants: int = -1
     """The buffer it waits for, -1 if none."""
+    checkpoint: int = -1
+    """Version of the newest complete checkpoint, -1 if none was made since the start."""
 
 
 class Leaving(Message):
     """An orderly goodbye: this role stops on purpose."""
 
     reason: str = ""
+
+
+class Fatal(Message):
+    """The sender cannot go on and no restart would help: the run ends with this cause."""
+
+    cause: str
 
 
 # ---- supervisor ----------------------------------------------------------------------------------------------
@@ -162,9 +180,9 @@ class Assign(Message):
 
 
 class SampleMoves(Message):
-    """Agent loop -> coordinator: samples that left an instance, as (instance, count)."""
+    """Agent loop -> coordinator: samples that left an instance, as (group, instance, count)."""
 
-    left: list[tuple[str, int]]
+    left: list[tuple[int, str, int]]
 
 
 class RouteRequest(Message):
@@ -178,15 +196,6 @@ class Routed(Message):
 
     samples: list[tuple[int, int, str]]
     incarnation: int
-
-
-class GroupDone(Message):
-    """Generated, rewarded, sealed and on disk (fsync done)."""
-
-    group: int
-    ref: SampleRef
-    reward_mean: float
-    response_tokens: int
 
 
 class GroupFailed(Message):
@@ -244,10 +253,6 @@ class Published(Message):
     incarnation: int
 
 
-class PublishedAck(Message):
-    version: int
-
-
 class CheckpointDone(Message):
     """Trainer -> coordinator: the checkpoint at `version` is complete (its marker is on disk)."""
 
@@ -289,9 +294,9 @@ class Shutdown(Message):
 
 
 ToCoordinator = (
-    Hello | Leaving | ChildDown | Drain | InstanceStatus | PullStarted | PullDone | PullFailed | SampleMoves
+    Hello | Leaving | Fatal | ChildDown | Drain | InstanceStatus | PullStarted | PullDone | PullFailed | SampleMoves
     | RouteRequest | GroupDone | GroupFailed | WantBuffer | Published | CheckpointDone | TrainerDone
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Pull | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | PublishedAck | DrainNow | Shutdown
+    Welcome | Pull | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | DrainNow | Shutdown
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,11 +22,11 @@ class WeightShard:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Padded rows of one rank. All of shape [rows, length]; `loss_mask` marks response tokens that may be trained.
+    """Right-padded rows of one rank. All of shape [rows, length]; `input_ids` int64, the masks bool, the rest float32.
 
-    Column t of `old_log_probs`, `rollout_log_probs`, `advantages` and `loss_mask` belongs to the token
-    `input_ids[:, t]`, predicted from the tokens before it (column 0 is never a target: its mask is 0).
-    A dummy micro-batch (another rank has one more) has an all-zero mask.
+    `loss_mask` marks response tokens that may be trained. Column t of `old_log_probs`, `rollout_log_probs`,
+    `advantages` and `loss_mask` belongs to the token `input_ids[:, t]`, predicted from the tokens before it (column 0
+    is never a target: its mask is 0). A dummy micro-batch (another rank has one more) has an all-zero mask.
     """
 
     input_ids: torch.Tensor
@@ -37,22 +37,35 @@ class MicroBatch:
     old_log_probs: torch.Tensor | None = None
 
 
+LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
 class TrainBackend(Protocol):
     rank: int
     world_size: int
 
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """log p(token t | tokens before t) at the sampling temperature, no gradient, float32 [rows, length]."""
+        """log p(token t | tokens before t) at the sampling temperature, no gradient, float32 [rows, length], 0 where
+        `loss_mask` is not set."""
         ...
 
-    def update(self, batches: list[MicroBatch], loss_fn) -> dict[str, float]:
+    def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step: gradients of all micro-batches accumulated, clipped, applied. `loss_fn(log_probs, batch)`
-        returns (a scalar already divided by the *global* token count, a dict of metric sums). Returns the summed metrics,
-        grad_norm and lr."""
+        returns (a scalar already divided by the *global* token count, partial metrics as in `algorithms.metrics`).
+        Returns the partial metrics combined over micro-batches and ranks, and `actor/grad_norm`, `actor/lr`."""
+        ...
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        """Each value added over all ranks, for example a rank's trainable tokens."""
         ...
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """This rank's shards under Hugging Face names, tied tensors once, every rank the same names in the same order."""
+        """This rank's shards under Hugging Face names, tied tensors once; every rank has the same names in the same
+        order."""
+        ...
+
+    def checkpoint_bytes(self) -> int:
+        """Size of one checkpoint, all ranks together."""
         ...
 
     def save(self, directory: Path) -> None: ...

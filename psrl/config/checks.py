@@ -1,0 +1,178 @@
+"""Every value that is refused and every combination that cannot be, in one place. Pure: facts from outside are arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from psrl.config.compose import flatten
+from psrl.config.errors import ConfigError
+from psrl.config.schema import Config
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "psrl.ps_mode": ("auto", "nixl", "filesystem"),
+    "psrl.rollout_coordination.routing_strategy.method": ("request_num_balance", "round_robin", "random"),
+    "psrl.rollout_coordination.sync_and_mig_strategy.method": ("greedy",),
+    "model.dtype": ("float32", "bfloat16"),
+    "gen_actor_rollout_ref.rollout.name": ("torch",),
+    "gen_actor_rollout_ref.rollout.dtype": (None, "float32", "bfloat16"),
+    "train_actor_rollout_ref.actor.strategy": ("fsdp2",),
+    "train_actor_rollout_ref.actor.mixed_precision": ("float32", "bfloat16"),
+    "train_actor_rollout_ref.actor.loss_agg_mode": ("token-mean",),
+    "algorithm.adv_estimator": ("grpo",),
+    "algorithm.rollout_correction.rollout_is": (None, "token"),
+    "data.truncation": ("skip", "error"),
+}
+AT_LEAST: dict[str, float] = {
+    "psrl.staleness": 0,
+    "psrl.staleness_buffer_entries": 1,
+    "psrl.rollout_n": 1,
+    "psrl.max_group_retries": 0,
+    "psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance": 1,
+    "psrl.status_collection.engine_sync_interval_in_ms": 1,
+    "psrl.status_collection.coordinator_sync_interval_in_ms": 1,
+    "psrl.deployment.n_rollout_instances": 1,
+    "psrl.deployment.train_nnodes": 1,
+    "psrl.deployment.train_ngpus_per_node": 1,
+    "psrl.deployment.n_agent_loops": 1,
+    "psrl.deployment.train_cpu_threads": 1,
+    "psrl.deployment.rollout_cpu_threads": 1,
+    "psrl.fault_tolerance.max_restarts": 0,
+    "psrl.fault_tolerance.agent_loop_max_restarts": 0,
+    "psrl.fault_tolerance.coordinator_max_restarts": 0,
+    "data.max_prompt_length": 1,
+    "data.max_response_length": 1,
+    "data.reasoning_gym.size": 1,
+    "reward.num_workers": 1,
+    "gen_actor_rollout_ref.rollout.temperature": 0.0,
+    "gen_actor_rollout_ref.rollout.max_num_seqs": 1,
+    "gen_actor_rollout_ref.rollout.kv_cache_tokens": 1,
+    "gen_actor_rollout_ref.rollout.max_model_len": 2,
+    "train_actor_rollout_ref.actor.ppo_mini_batch_size": 1,
+    "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
+    "train_actor_rollout_ref.actor.ppo_epochs": 1,
+    "trainer.total_training_steps": 1,
+    "trainer.total_epochs": 1,
+    "trainer.keep_last": 1,
+}
+POSITIVE: tuple[str, ...] = (
+    "psrl.fault_tolerance.hello_timeout_s",
+    "psrl.fault_tolerance.heartbeat_interval_s",
+    "psrl.fault_tolerance.heartbeat_timeout_s",
+    "psrl.fault_tolerance.fence_s",
+    "psrl.fault_tolerance.startup_timeout_s",
+    "psrl.fault_tolerance.drain_grace_s",
+    "psrl.weights.pull_timeout_s",
+    "reward.timeout_s",
+    "reward.max_memory_gb",
+    "train_actor_rollout_ref.actor.optim.lr",
+    "train_actor_rollout_ref.actor.grad_clip",
+    "train_actor_rollout_ref.actor.clip_ratio",
+    "algorithm.rollout_correction.rollout_is_threshold",
+    "gen_actor_rollout_ref.rollout.top_p",
+)
+MAY_CHANGE = ("trainer.total_training_steps", "trainer.logger", "trainer.project_name", "trainer.experiment_name", "psrl.deployment.", "run_dir", "note")
+"""Keys and prefixes in which a resumed run may differ from its first start: length, deployment, logging."""
+
+
+def check(config: Config) -> list[str]:
+    """Refuse what cannot run (ConfigError, one sentence); return warnings."""
+    values = flatten(_as_dict(config))
+    _check_values(values)
+    _check_combinations(config)
+    return _warnings(config)
+
+
+def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:
+    """The data must fill at least one buffer, unless a short last buffer is asked for."""
+    batch = config.psrl.staleness_buffer_entries
+    if num_prompts == 0:
+        raise ConfigError(f"No prompt is left: all {skipped} are longer than data.max_prompt_length={config.data.max_prompt_length} or the context.")
+    if num_prompts < batch and (config.data.drop_last or config.trainer.total_epochs is None):
+        raise ConfigError(
+            f"{num_prompts} prompts < batch {batch}: psrl.staleness_buffer_entries={batch} is larger than the data set ({skipped} skipped as too long); "
+            f"use a batch of at most {num_prompts}, or more prompts, or trainer.total_epochs with data.drop_last=False."
+        )
+
+
+def check_resume(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on in a run directory that was started with another configuration.
+
+    `before` and `now` are flattened (psrl.config.compose.flatten)."""
+    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)]
+    if changed:
+        key = changed[0]
+        more = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
+        raise ConfigError(
+            f"{key}={now.get(key)} differs from the {before.get(key)} that run_dir={now.get('run_dir')} was started with{more}: "
+            "a resumed run may change only trainer.total_training_steps, psrl.deployment.* and logging; use the old value or another run_dir."
+        )
+
+
+def _as_dict(config: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.create(config) if isinstance(config, dict) else OmegaConf.structured(config))
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    for key, allowed in CHOICES.items():
+        if values[key] not in allowed:
+            raise ConfigError(f"{key}={values[key]} is refused: allowed is {' | '.join('null' if a is None else str(a) for a in allowed)}.")
+    for key, least in AT_LEAST.items():
+        if values[key] is not None and values[key] < least:
+            raise ConfigError(f"{key}={values[key]} is refused: it must be at least {least:g}.")
+    for key in POSITIVE:
+        if not values[key] > 0:
+            raise ConfigError(f"{key}={values[key]} is refused: it must be greater than 0.")
+    for logger in values["trainer.logger"]:
+        if logger not in ("console", "wandb"):
+            raise ConfigError(f"trainer.logger names {logger}: allowed are console and wandb.")
+
+
+def _check_combinations(config: Config) -> None:
+    p, actor, gen, correction = config.psrl, config.train_actor_rollout_ref.actor, config.gen_actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    mini = actor.ppo_mini_batch_size
+    if mini and p.staleness_buffer_entries % mini:
+        raise ConfigError(
+            f"train_actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide psrl.staleness_buffer_entries={p.staleness_buffer_entries}: "
+            "choose a divisor, or null for the whole buffer."
+        )
+    needs = "algorithm.rollout_correction.rollout_is" if correction.rollout_is else "algorithm.rollout_correction.bypass_mode" if correction.bypass_mode else None
+    if needs and not p.log_prob.enable_rollout_engine_log_prob:
+        raise ConfigError(
+            f"{needs} needs the engine's log-probs but psrl.log_prob.enable_rollout_engine_log_prob=False: set it to True, or set {needs} to "
+            f"{'null' if correction.rollout_is else 'False'}."
+        )
+    if config.algorithm.adv_estimator == "grpo" and p.rollout_n < 2:
+        raise ConfigError(f"psrl.rollout_n={p.rollout_n} with algorithm.adv_estimator=grpo gives no advantage: a group needs at least 2 samples.")
+    context = gen.max_model_len
+    if context is not None and context <= config.data.max_prompt_length:
+        raise ConfigError(
+            f"gen_actor_rollout_ref.rollout.max_model_len={context} leaves no room after data.max_prompt_length={config.data.max_prompt_length}: "
+            "raise the context or lower the prompt length."
+        )
+    if p.rollout_n > p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance:
+        raise ConfigError(
+            f"psrl.rollout_n={p.rollout_n} is more than psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance="
+            f"{p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance}: no instance could take a group."
+        )
+    sources = [name for name, value in (("data.train_files", config.data.train_files), ("data.reasoning_gym.dataset", config.data.reasoning_gym.dataset), ("data.task", config.data.task)) if value]
+    if len(sources) != 1:
+        what = f"both {' and '.join(sources)} are set" if sources else "no data is named"
+        raise ConfigError(f"{what}: set exactly one of data.train_files, data.reasoning_gym.dataset and data.task.")
+    if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
+        raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
+    if p.ps_mode == "nixl" and importlib.util.find_spec("nixl_cu13") is None and importlib.util.find_spec("nixl") is None:
+        raise ConfigError("psrl.ps_mode=nixl but the nixl package is not installed: `pip install nixl-cu13`, or psrl.ps_mode=filesystem.")
+
+
+def _warnings(config: Config) -> list[str]:
+    correction = config.algorithm.rollout_correction
+    if config.psrl.staleness > 0 and not correction.rollout_is and not correction.bypass_mode:
+        return [
+            f"psrl.staleness={config.psrl.staleness} without any correction: the data comes from older policies; "
+            "consider algorithm.rollout_correction.rollout_is=token"
+        ]
+    return []

@@ -1,0 +1,136 @@
+"""From a command line to a checked configuration: Hydra composes, this file words its errors."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from psrl.config.errors import ConfigError
+from psrl.config.help import documented_keys
+from psrl.config.schema import Config
+
+ALIASES = {("psrl.ps_mode", "nixl_cpu"): "nixl", ("psrl.ps_mode", "cpu"): "filesystem", ("psrl.ps_mode", "cpu_ref"): "filesystem"}
+"""Spellings of an earlier system, accepted with one notice."""
+
+
+def conf_dir() -> Path:
+    """`conf/` beside the package in a checkout, inside it when installed from a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def register_schema() -> None:
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool) -> tuple[list[str], list[str]]:
+    """(overrides for Hydra, notices). Chooses the laptop preset, accepts `model=/a/path` and old spellings.
+
+    >>> normalise(["model=/m/q"], has_accelerator=True, on_slurm=False)[0]
+    ['model=hf', 'model.path=/m/q']
+    """
+    result: list[str] = []
+    notices: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "model" and ("/" in value or value in (".", "..")):
+            result += ["model=hf", f"model.path={value}"]
+        elif (key, value) in ALIASES:
+            result.append(f"{key}={ALIASES[key, value]}")
+            notices.append(f"{override} is the old spelling of {key}={ALIASES[key, value]}")
+        else:
+            result.append(override)
+    chosen = any(o.lstrip("+").partition("=")[0] == "preset" for o in overrides)
+    if not chosen and not has_accelerator and not on_slurm:
+        result.insert(0, "preset=laptop")
+        notices.append("preset=laptop: neither a GPU nor Slurm is used, so sizes are small (preset=cluster for the shipped defaults)")
+    return result, notices
+
+
+def compose_config(overrides: Sequence[str]) -> DictConfig:
+    """The typed configuration of one run. Raises ConfigError with one sentence for anything that Hydra refuses."""
+    register_schema()
+    GlobalHydra.instance().clear()
+    _parse_each(overrides)
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            config = compose(config_name="config", overrides=list(overrides))
+            OmegaConf.resolve(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, overrides)) from error
+    _refuse_unknown(config)
+    return config
+
+
+def _parse_each(overrides: Sequence[str]) -> None:
+    parser = OverridesParser.create()
+    for override in overrides:
+        try:
+            parsed = parser.parse_override(override)
+        except HydraException as error:
+            reason = _first_line(str(error.__cause__ or error))
+            raise ConfigError(f"Cannot read the override {override!r}: {reason}; quote the value as in 'note=\"a=b\"'.") from error
+        if parsed.is_sweep_override():
+            raise ConfigError(f"{override} names several values: sweeps need -m, and a comma inside a value needs quotes as in 'note=\"a,b\"'.")
+
+
+def _refuse_unknown(config: DictConfig) -> None:
+    """`+key=` opens Hydra's structs: what it added is refused all the same."""
+    known = documented_keys()
+    for key in flatten(OmegaConf.to_container(config)):
+        if key not in known and not any(key.startswith(f"{k}.") for k, e in known.items() if e.type_name == "a mapping"):
+            raise ConfigError(f"Unknown key {key}: `python -m psrl.launch --help` lists every key.")
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings to dotted keys; empty mappings and lists are values. `flatten({"a": {"b": 1}}) == {"a.b": 1}`."""
+    if isinstance(tree, dict) and (tree or not prefix):
+        return {k: v for name, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()}
+    return {prefix: tree}
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One sentence for a Hydra or OmegaConf error."""
+    text = " ".join(str(part) for part in (error, error.__cause__) if part)
+    keys = documented_keys()
+    if found := re.search(r"Key '([^']+)' is not in struct|Key '([^']+)' not in '|Could not override '([^']+)'", text):
+        wanted = next((g for g in reversed(found.groups()) if g), "")
+        given = next((o.lstrip("+~").partition("=")[0] for o in overrides if wanted.split(".")[-1] in o.partition("=")[0]), wanted)
+        if given in keys:
+            return _bad_value(given, overrides, text)
+        near = difflib.get_close_matches(given, keys, n=2, cutoff=0.6)
+        hint = f"did you mean {' or '.join(near)}" if near else "`python -m psrl.launch --help` lists every key"
+        return f"Unknown key {given}: {hint}?" if near else f"Unknown key {given}: {hint}."
+    if found := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
+        group, name = found.groups()
+        options = sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
+        return f"{group}={name} does not exist; allowed: {', '.join(options) or 'no options'}."
+    if found := re.search(r"full_key: (\S+)", text):
+        return _bad_value(found.group(1), overrides, text)
+    for override in overrides:
+        if override.partition("=")[0] in text or override in text:
+            return f"Cannot read the override {override!r}: {_first_line(text)}"
+    return _first_line(text)
+
+
+def _bad_value(key: str, overrides: Sequence[str], text: str) -> str:
+    given = next((o.partition("=")[2] for o in reversed(overrides) if o.lstrip("+").partition("=")[0] == key), None)
+    entry = documented_keys().get(key)
+    allowed = f"allowed is {entry.type_name} ({entry.doc})" if entry and entry.doc else f"allowed is {entry.type_name}" if entry else _first_line(text)
+    return f"{key}={given} is refused: {allowed}."
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "unknown error")

@@ -1,0 +1,101 @@
+"""Who has what right now: open groups, the agent loops that hold them, samples at each instance. Bookkeeping only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from psrl.coordinator.records import Position
+from psrl.coordinator.views import AgentView, InstanceView
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A reservation in an agent loop's hands ("" until one claims it after a coordinator restart)."""
+
+    position: Position
+    version: int
+    agent: str
+    on: dict[str, int] = field(default_factory=dict)
+    """Samples at each instance."""
+
+
+class Placement:
+    """Keeps `InstanceView.in_flight` and `AgentView.groups` equal to what the open groups say, always."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, InstanceView] = {}
+        self.agents: dict[str, AgentView] = {}
+        self.groups: dict[int, OpenGroup] = {}
+
+    def open(self, group: int, position: Position, version: int, agent: str = "", on: Mapping[str, int] | None = None) -> None:
+        """A new group, its samples at `on`."""
+        self.groups[group] = OpenGroup(position, version, "")
+        if agent:
+            self.claim(group, agent, on or {})
+
+    def claim(self, group: int, agent: str, on: Mapping[str, int]) -> None:
+        """`agent` holds the group, its samples are at `on` now."""
+        self.groups[group].agent = agent
+        self.agents[agent].groups.add(group)
+        self._move(self.groups[group], on)
+
+    def arrive(self, group: int, instance: str) -> None:
+        """One sample goes to `instance`."""
+        on = self.groups[group].on
+        self._move(self.groups[group], {**on, instance: on.get(instance, 0) + 1})
+
+    def leave(self, group: int, instance: str, count: int) -> None:
+        """`count` samples left `instance`, finished or handed back. Unknown groups and counts are ignored: they belong
+        to a past that a death has closed already."""
+        if open_group := self.groups.get(group):
+            left = max(0, open_group.on.get(instance, 0) - count)
+            self._move(open_group, {**open_group.on, instance: left})
+
+    def close(self, group: int) -> str:
+        """The group is in nobody's hands any more; returns the agent loop that held it."""
+        open_group = self.groups.pop(group, None)
+        if open_group is None:
+            return ""
+        self._move(open_group, {})
+        if agent := self.agents.get(open_group.agent):
+            agent.groups.discard(group)
+        return open_group.agent
+
+    def add_instance(self, view: InstanceView) -> None:
+        """A new or restarted instance: nothing is there yet but what agent loops say is."""
+        self.instances[view.name] = view
+        view.in_flight = sum(g.on.get(view.name, 0) for g in self.groups.values())
+
+    def instance_gone(self, name: str) -> None:
+        """Its samples are nowhere until they are routed again."""
+        view = self.instances[name]
+        view.alive, view.version, view.pulling, view.draining = False, -1, -1, False
+        for group in self.groups.values():
+            if name in group.on:
+                self._move(group, {i: n for i, n in group.on.items() if i != name})
+        view.in_flight = 0
+
+    def held_by(self, agent: str) -> list[int]:
+        return sorted(self.agents[agent].groups)
+
+    def unclaimed(self) -> list[int]:
+        return [number for number, group in self.groups.items() if not group.agent]
+
+    def least_busy_agent(self) -> AgentView:
+        return min(self.agents.values(), key=lambda a: (len(a.groups), a.name))
+
+    def _move(self, group: OpenGroup, on: Mapping[str, int]) -> None:
+        for name in {*group.on, *on}:
+            if view := self.instances.get(name):
+                view.in_flight += on.get(name, 0) - group.on.get(name, 0)
+        group.on = {name: count for name, count in on.items() if count}
+
+
+def check_consistent(placement: Placement, open_groups: Iterable[int]) -> None:
+    """An integrity check for tests and idle moments: counts equal what the groups say. Raises AssertionError."""
+    assert set(placement.groups) == set(open_groups)
+    for name, view in placement.instances.items():
+        assert view.in_flight == sum(g.on.get(name, 0) for g in placement.groups.values()), name
+    for name, agent in placement.agents.items():
+        assert agent.groups == {n for n, g in placement.groups.items() if g.agent == name}, name

@@ -1,0 +1,199 @@
+"""The coordinator process: sockets, journal and clock around `core.Coordinator`. The only file that does I/O here.
+
+One loop: read everything that has arrived, decide, journal (one write for all), then answer. A crash loses nothing
+that another role was told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from psrl.config.schema import Config
+from psrl.coordinator.core import Coordinator, Settings
+from psrl.coordinator.ledger import Ledger
+from psrl.coordinator.prompts import PromptSource, steps_in_data
+from psrl.coordinator.records import AnyRecord, Checkpoint, End, Occupy, Start, Take
+from psrl.coordinator.routing import make_router
+from psrl.coordinator.staleness import Staleness
+from psrl.net.link import COORDINATOR
+from psrl.net.server import Server
+from psrl.outcome import Outcome, publish_outcome
+from psrl.protocol.control import Hello, ToCoordinator
+from psrl.role import Role, start_role
+from psrl.rundir.endpoints import Endpoint, publish_next_endpoint
+from psrl.rundir.keys import load_keys
+from psrl.rundir.segments import delete_segments, list_segments
+from psrl.tasks.prepared import PreparedReader
+
+log = logging.getLogger("psrl.coordinator")
+
+DURABLE = (Occupy, Take, Checkpoint, Start, End)
+"""Records that must be on disk before anybody hears of them. A reservation or publication that is lost with the whole
+machine is made again; a process that dies loses neither, since every record is written before it is spoken of."""
+FENCE_CHECK_S = 5.0
+FAREWELL_S = 2.0
+"""After the verdict the loop goes on this long, so that every role hears it."""
+
+
+class Service:
+    """One coordinator start: from the ledger to a verdict."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        config = role.config
+        self.core_config = config
+        self.ledger = Ledger.open(role.run_dir.ledger)
+        staleness, prompts = replay_state(config, len(PreparedReader(role.run_dir.data / "prompts.bin")), self.ledger)
+        limits = config.psrl.fault_tolerance
+        self.epoch = self.ledger.epoch + 1  # 0 means "no epoch yet" on the wire
+        self.core = Coordinator(
+            settings(config),
+            staleness,
+            prompts,
+            make_router(config.psrl.rollout_coordination.routing_strategy.method, config.seed),
+            self.epoch,
+            time.monotonic(),
+        )
+        self.server = Server(
+            load_keys(role.run_dir),
+            role.address,
+            ToCoordinator,
+            name=COORDINATOR,
+            epoch=self.epoch,
+            greeting=Hello,
+            heartbeat_interval_s=limits.heartbeat_interval_s,
+            heartbeat_timeout_s=limits.heartbeat_timeout_s,
+        )
+        self.names: dict[bytes, str] = {}
+        self.peers: dict[str, bytes] = {}
+        self.writing: dict[str, str] = {}
+        self.next_fence_check = time.monotonic() + FENCE_CHECK_S
+        endpoint = Endpoint(address=self.server.endpoint, node=role.node, pid=os.getpid(), epoch=self.epoch)
+        publish_next_endpoint(role.run_dir, COORDINATOR, endpoint)
+        log.info("epoch %d listens at %s: %s", self.epoch, self.server.endpoint, staleness.describe())
+
+    def run(self) -> str:
+        """Serve until the verdict; returns its status."""
+        tick_s = self.core_config.psrl.status_collection.coordinator_sync_interval_in_ms / 1000
+        next_tick = time.monotonic()
+        while self.core.ended is None:
+            now = time.monotonic()
+            self._receive(max(0.0, next_tick - now))
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + tick_s
+                self.core.tick(now)
+                self._check_fence(now)
+            self.core.advance(now)
+            self._commit()
+        self._conclude()
+        return self.core.ended.status
+
+    def _receive(self, timeout_s: float) -> None:
+        messages = self.server.poll(timeout_s)
+        now = time.monotonic()
+        for peer, message in messages:
+            if isinstance(message, Hello):
+                self.names[peer] = message.name
+                self.peers[message.name] = peer
+            if (name := self.names.get(peer)) is not None:
+                self.core.handle(name, message, now)
+        for peer in self.server.lost_peers():
+            name = self.names.pop(peer, "")
+            if name and self.peers.get(name) == peer:
+                del self.peers[name]
+                self.core.lost(name, "its connection is gone", now)
+
+    def _commit(self) -> None:
+        """Journal first, then speak."""
+        records, self.core.records = self.core.records, []
+        if records:
+            self.ledger.append(records)
+            self.ledger.flush(sync=any(isinstance(r, DURABLE) for r in records))
+        outbox, self.core.outbox = self.core.outbox, []
+        for name, message in outbox:
+            if (peer := self.peers.get(name)) is not None:
+                self.server.send(peer, message)
+        self._clean_up(records)
+
+    def _clean_up(self, records: list[AnyRecord]) -> None:
+        """Sealed samples that a complete checkpoint covers are deleted, unless the user keeps them."""
+        for record in records:
+            if isinstance(record, Occupy):
+                self.writing[record.ref.segment.rpartition("-")[0]] = record.ref.segment
+        if self.core_config.trainer.keep_samples or not any(isinstance(r, Checkpoint) for r in records):
+            return
+        samples, staleness = self.role.run_dir.samples, self.core.staleness
+        # A segment beyond the newest that is in the ledger may still be written to or hold groups not yet placed.
+        done = [s for s in list_segments(samples) if s < self.writing.get(s.rpartition("-")[0], "")]
+        delete_segments(samples, staleness.forgettable_segments(done))
+
+    def _check_fence(self, now: float) -> None:
+        if now >= self.next_fence_check:
+            self.next_fence_check = now + FENCE_CHECK_S
+            self.ledger.check_newest()
+
+    def _conclude(self) -> None:
+        verdict = self.core.ended
+        assert verdict is not None  # the loop above ended because of it
+        self.core.records.append(End(verdict.status, verdict.cause))
+        self._commit()
+        outcome = Outcome(status=verdict.status, cause=verdict.cause, version=self.core.staleness.version, counters=dict(self.core.counters))
+        publish_outcome(self.role.run_dir, outcome)
+        log.info("the run is over: %s %s", verdict.status, verdict.cause)
+        until = time.monotonic() + FAREWELL_S
+        while self.peers and (left := until - time.monotonic()) > 0:
+            self._receive(left)
+            self._commit()
+        self.server.close()
+        self.ledger.close()
+
+
+def settings(config: Config) -> Settings:
+    """The coordinator's part of the configuration."""
+    p = config.psrl
+    return Settings(
+        samples_per_group=p.rollout_n,
+        partial_rollout=p.rollout_coordination.partial_rollout.enable,
+        max_concurrent=p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance,
+        reject_on_waiting=p.rollout_coordination.routing_strategy.admission_reject_on_waiting and p.status_collection.enable,
+        max_group_retries=p.max_group_retries,
+        drop_last=config.data.drop_last,
+        num_instances=p.deployment.n_rollout_instances,
+        num_agents=p.deployment.n_agent_loops,
+        startup_timeout_s=p.fault_tolerance.startup_timeout_s,
+        missing_timeout_s=p.fault_tolerance.heartbeat_timeout_s,
+    )
+
+
+def total_steps(config: Config, num_prompts: int) -> int | None:
+    """Training steps of this run: what is asked for, or what the data gives."""
+    in_data = steps_in_data(num_prompts, config.trainer.total_epochs, config.psrl.staleness_buffer_entries, config.data.drop_last)
+    wanted = config.trainer.total_training_steps
+    return min((s for s in (in_data, wanted) if s is not None), default=None)
+
+
+def replay_state(config: Config, num_prompts: int, ledger: Ledger) -> tuple[Staleness, PromptSource]:
+    """State and prompt source after everything that the ledger holds."""
+    staleness = Staleness(
+        buffer_entries=config.psrl.staleness_buffer_entries,
+        staleness=config.psrl.staleness,
+        total_steps=total_steps(config, num_prompts),
+        keep_checkpoints=config.trainer.keep_last,
+    )
+    prompts = PromptSource(num_prompts=num_prompts, seed=config.data.seed, shuffle=config.data.shuffle, total_epochs=config.trainer.total_epochs)
+    for record in ledger.history():
+        staleness.apply(record)
+        prompts.apply(record)
+    return staleness, prompts
+
+
+def main() -> int:
+    service = Service(start_role())
+    return 0 if service.run() == "completed" else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

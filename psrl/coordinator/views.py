@@ -1,0 +1,40 @@
+"""What the coordinator knows of the other roles at this moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from psrl.protocol.control import InstanceInfo
+from psrl.protocol.generation import EngineStats
+
+
+@dataclass(slots=True)
+class InstanceView:
+    """One rollout instance. `version` is the weights that it is known to serve (-1: none); it only ever grows within
+    an incarnation, so a decision made on it is never too new."""
+
+    name: str
+    endpoint: str
+    max_concurrent: int
+    version: int = -1
+    incarnation: int = 0
+    alive: bool = True
+    pulling: int = -1
+    """The version being pulled, -1 if none."""
+    quarantined_until_s: float = 0.0
+    draining: bool = False
+    """Behind and finishing what it has (partial rollout off): nothing new is routed here."""
+    in_flight: int = 0
+    """Samples placed here that have not left."""
+    stats: EngineStats = field(default_factory=EngineStats)
+
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(name=self.name, endpoint=self.endpoint, alive=self.alive)
+
+
+@dataclass(slots=True)
+class AgentView:
+    """One agent loop and the groups in its hands."""
+
+    name: str
+    groups: set[int] = field(default_factory=set)

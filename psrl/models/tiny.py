@@ -1,0 +1,93 @@
+"""A Qwen3-shaped model small enough to train on a laptop, saved as an ordinary Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from psrl.config.errors import ConfigError
+from psrl.config.schema import TinyModelConfig
+from psrl.models.tiny_tokenizer import make_tokenizer, save_tokenizer
+from psrl.models.tokenizer import load_tokenizer
+from psrl.models.warm_start import Example, WarmStartReport, warm_start
+from psrl.tasks.base import Task, TaskItem
+
+log = logging.getLogger(__name__)
+VOCAB_TEXTS = 512
+"""Items whose texts decide the tokenizer's merges."""
+WARM_START_ITEMS = 2048
+
+
+def build_tiny(config: TinyModelConfig, task: Task, practice: Task, directory: Path, context: int) -> WarmStartReport | None:
+    """Make the tiny model for `task` in `directory` (which exists and is empty).
+
+    The tokenizer's merges come from the texts of `task`, the supervised warm start from the solved items of `practice`
+    (the same task under another seed). The same arguments give the same files. Returns None where no warm start was
+    made: `warm_start_steps` is 0, or the task knows no solutions. Raises ConfigError on an impossible shape.
+    """
+    _check_shape(config)
+    save_tokenizer(make_tokenizer(_texts(islice(task.items(), VOCAB_TEXTS))), directory, context)
+    tokenizer = load_tokenizer(directory)
+    model = _random_model(config, tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, context)
+    examples = [
+        Example(tokenizer.encode_chat(item.messages), [*tokenizer.encode(item.solution), tokenizer.eos_token_id])
+        for item in islice(practice.items(), WARM_START_ITEMS)
+        if item.solution is not None
+    ]
+    examples = [e for e in examples if len(e.prompt_ids) + len(e.answer_ids) <= context]
+    report = None
+    if config.warm_start_steps > 0 and examples:
+        report = warm_start(model, examples, config)
+    elif config.warm_start_steps > 0:
+        log.warning("tiny model: the task has no known solutions, so there is no warm start and the weights are random")
+    model.save_pretrained(directory)
+    if report is not None:
+        (directory / "warm_start.json").write_text(json.dumps(report.as_dict(), indent=2), encoding="utf-8")
+    return report
+
+
+def _check_shape(config: TinyModelConfig) -> None:
+    if config.hidden_size % (2 * config.num_heads):
+        raise ConfigError(
+            f"model.tiny.hidden_size={config.hidden_size} must be a multiple of 2 x model.tiny.num_heads={config.num_heads}."
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise ConfigError(
+            f"model.tiny.num_heads={config.num_heads} must be a multiple of model.tiny.num_kv_heads={config.num_kv_heads}."
+        )
+
+
+def _texts(items: Iterable[TaskItem]) -> Iterable[str]:
+    for item in items:
+        yield from (str(message["content"]) for message in item.messages)
+        if item.solution is not None:
+            yield item.solution
+
+
+def _random_model(config: TinyModelConfig, vocab_size: int, end: int, pad: int, context: int) -> Qwen3ForCausalLM:
+    shape = Qwen3Config(
+        vocab_size=-(-vocab_size // 64) * 64,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.hidden_size // config.num_heads,
+        max_position_embeddings=max(config.max_position_embeddings, context),
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+        initializer_range=0.7 * config.hidden_size**-0.5,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Qwen3ForCausalLM(shape).float()
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
+    return model

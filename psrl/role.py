@@ -1,0 +1,68 @@
+"""What every role process does first: find its run, read the configuration, write a readable log."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from psrl.config.schema import Config
+from psrl.net.addresses import bind_address
+from psrl.rundir.layout import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One process of a run. `name` is unique in the run, for example "instance-1"."""
+
+    run_dir: RunDir
+    config: Config
+    name: str
+    node: str
+    local: bool
+    """All roles are on this host (everything binds to loopback)."""
+    attempt: str
+    """Names this start of the whole run: the same in all its roles, another after a requeue."""
+
+    @property
+    def address(self) -> str:
+        """The address that this role's sockets bind to."""
+        return bind_address(self.config.psrl.net.interface, self.local)
+
+
+def load_config(run_dir: RunDir) -> Config:
+    """The configuration that this run was started with."""
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run_dir.config))
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
+def start_role(argv: Sequence[str] | None = None) -> Role:
+    """Parse `RUN_DIR NAME`, set up the log, load the configuration."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("name")
+    args = parser.parse_args(argv)
+    setup_logging(args.name)
+    run_dir = RunDir(args.run_dir.resolve())
+    node = os.environ.get("PSRL_NODE", socket.gethostname())
+    local = os.environ.get("PSRL_LOCAL") == "1"
+    return Role(run_dir, load_config(run_dir), args.name, node, local, os.environ.get("PSRL_ATTEMPT", "0"))
+
+
+def setup_logging(name: str, stream=None) -> None:
+    """One line an event: time (UTC), role, level, text."""
+    formatter = logging.Formatter(f"%(asctime)s.%(msecs)03dZ {name} %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for noisy in ("matplotlib", "urllib3", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

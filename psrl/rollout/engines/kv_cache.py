@@ -1,0 +1,137 @@
+"""Keys and values of all running sequences, in the shape that transformers' attention layers ask for.
+
+Per layer one tensor [rows, kv_heads, length, head_dim] for keys and one for values, grown when needed. A decode step
+writes one position in each of the first n rows in place and attends over a view: nothing is concatenated or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+LENGTH_CHUNK = 64
+
+
+class _Step:
+    """What the forward in hand does; shared by all layers. `length` 0 means a prefill."""
+
+    def __init__(self) -> None:
+        self.rows = torch.empty(0, dtype=torch.int64)
+        self.positions = torch.empty(0, dtype=torch.int64)
+        self.length = 0
+        self.row_capacity = 0
+        self.length_capacity = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's rows."""
+
+    is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, step: _Step) -> None:
+        super().__init__()
+        self._step = step
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the capacity reserved so far; head counts and sizes are those of the first keys and values."""
+        self.keys = self._grown(None, key_states)
+        self.values = self._grown(None, value_states)
+        self.is_initialized = True
+
+    def _grown(self, old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty memory: a masked position may hold anything finite, but a NaN would leak through the mask.
+        new = like.new_zeros(self._step.row_capacity, like.shape[1], self._step.length_capacity, like.shape[3])
+        if old is not None:
+            new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def grow(self) -> None:
+        if self.is_initialized:
+            self.keys = self._grown(self.keys, self.keys)
+            self.values = self._grown(self.values, self.values)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values [n, kv_heads, q_len, head_dim]; return what this forward attends over."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self._step
+        if not step.length:
+            width = key_states.shape[2]
+            self.keys[step.rows, :, :width] = key_states
+            self.values[step.rows, :, :width] = value_states
+            return key_states, value_states
+        self.keys[step.rows, :, step.positions] = key_states[:, :, 0]
+        self.values[step.rows, :, step.positions] = value_states[:, :, 0]
+        n = key_states.shape[0]
+        return self.keys[:n, :, : step.length], self.values[:n, :, : step.length]
+
+    def copy_rows(self, sources: torch.Tensor, destinations: torch.Tensor, length: int) -> None:
+        if self.is_initialized:
+            self.keys[destinations, :, :length] = self.keys[sources, :, :length]
+            self.values[destinations, :, :length] = self.values[sources, :, :length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Only a prefill leaves the mask to transformers; decode steps bring their own."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """A transformers Cache whose batch rows come and go.
+
+    Memory is rows x longest row, at most `max_rows` x `max_length` positions; it grows in steps and is kept.
+    """
+
+    def __init__(self, *, num_layers: int, max_rows: int, max_length: int, device: torch.device | str) -> None:
+        self._step = _Step()
+        self._max_rows = max_rows
+        self._max_length = max_length
+        self._device = device
+        self._all_rows = torch.arange(max_rows, device=device)
+        self._slots = [SlotLayer(self._step) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slots))
+
+    def begin_prefill(self, rows: Sequence[int], width: int) -> None:
+        """The next forward is given whole sequences of up to `width` tokens, one per row, from position 0."""
+        self._reserve(max(rows) + 1, width)
+        self._step.rows = torch.tensor(rows, device=self._device)
+        self._step.length = 0
+
+    def begin_decode(self, positions: torch.Tensor, length: int) -> None:
+        """The next forward is given one token for each of rows 0 .. n-1, at `positions` int64 [n] below `length`."""
+        self._reserve(len(positions), length)
+        self._step.rows = self._all_rows[: len(positions)]
+        self._step.positions = positions
+        self._step.length = length
+
+    def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy the first `length` positions of each source row to its destination. No row may be both."""
+        if not moves or length <= 0:
+            return
+        self._reserve(max(destination for _, destination in moves) + 1, length)
+        sources, destinations = torch.tensor(moves, device=self._device).unbind(1)
+        for layer in self._slots:
+            layer.copy_rows(sources, destinations, length)
+
+    def _reserve(self, rows: int, length: int) -> None:
+        step = self._step
+        if rows <= step.row_capacity and length <= step.length_capacity:
+            return
+        if rows > step.row_capacity:
+            step.row_capacity = min(self._max_rows, max(rows, 2 * step.row_capacity))
+        if length > step.length_capacity:
+            wanted = max(length, step.length_capacity * 3 // 2)
+            step.length_capacity = min(self._max_length, -(-wanted // LENGTH_CHUNK) * LENGTH_CHUNK)
+        for layer in self._slots:
+            layer.grow()

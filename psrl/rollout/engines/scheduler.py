@@ -1,0 +1,161 @@
+"""Who decodes, in which row of the KV cache, and who waits. Pure bookkeeping: no tensors, no clock.
+
+Running sequences fill rows 0 .. n-1 without a hole; row i belongs to `running[i]`. A running sequence has keys and
+values of all its tokens but the last one, which the next decode step feeds in. So the first token after a prompt is
+sampled exactly like every later one, and samples of one group share the prefill of their prompt by copying rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from psrl.protocol.generation import SamplingParams
+
+HEADROOM_TOKENS = 16
+"""Growth reserved for each running sequence at admission: without it a full cache would admit a sequence only to
+preempt it a step later, and pay its prefill every time."""
+
+Move = tuple[int, int]
+"""(source row, destination row): the last rows move into the rows that became free."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample on its way. `token_ids` holds prompt, prefix and new tokens; `num_new` counts the last kind."""
+
+    order: int
+    """Arrival number; the youngest has the highest."""
+    group: int
+    sample: int
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int]
+    budget: int
+    """Most new tokens that this request may produce; at least 1."""
+    seed: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    num_new: int = 0
+
+    @property
+    def remaining(self) -> int:
+        return self.budget - self.num_new
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing but the prompt so far: a row of the same prompt can lend its keys and values."""
+        return len(self.token_ids) == len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """`sequence` now owns `row`. Its KV is copied from `donor_row` where that is set, otherwise prefilled."""
+
+    sequence: Sequence
+    row: int
+    donor_row: int | None
+
+
+def compaction_moves(num_rows: int, freed: Collection[int]) -> list[Move]:
+    """Moves that leave the surviving rows in 0 .. num_rows - len(freed) - 1; `compaction_moves(4, {1}) == [(3, 1)]`."""
+    kept = num_rows - len(freed)
+    sources = (row for row in range(kept, num_rows) if row not in freed)
+    holes = (row for row in sorted(freed) if row < kept)
+    return list(zip(sources, holes, strict=True))
+
+
+class Scheduler:
+    """First come, first served within `max_num_seqs` rows and `kv_cache_tokens` tokens; the youngest yields."""
+
+    def __init__(self, *, max_num_seqs: int, kv_cache_tokens: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.kv_cache_tokens = kv_cache_tokens
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.kv_tokens = 0
+        """Tokens that the running rows hold once the next decode step has fed their last ones in."""
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def admit(self, prefill_budget: int) -> tuple[list[Admission], bool]:
+        """Give rows to waiting sequences, `prefill_budget` tokens to prefill at a time (a longer one goes alone).
+
+        Returns the admissions, and True if only the prefill budget kept more from being admitted now.
+        """
+        admissions: list[Admission] = []
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return admissions, False
+        room = self.kv_cache_tokens - self.kv_tokens - sum(min(HEADROOM_TOKENS, s.remaining) for s in self.running)
+        donors: dict[int, int] = {}
+        for row, sequence in enumerate(self.running):
+            donors.setdefault(sequence.group, row)
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            need = len(sequence.token_ids) + min(HEADROOM_TOKENS, sequence.remaining)
+            if self.running and need > room:
+                break
+            donor = donors.get(sequence.group) if sequence.is_fresh else None
+            if donor is not None and self.running[donor].prompt_ids != sequence.prompt_ids:
+                donor = None
+            cost = len(sequence.token_ids) - 1 if donor is None else 0
+            if admissions and cost > prefill_budget:
+                return admissions, True
+            self.waiting.popleft()
+            row = len(self.running)
+            self.running.append(sequence)
+            self.kv_tokens += len(sequence.token_ids)
+            room -= need
+            prefill_budget -= cost
+            donors.setdefault(sequence.group, row)
+            admissions.append(Admission(sequence, row, donor))
+        return admissions, False
+
+    def preempt(self) -> list[Move]:
+        """Send the youngest back to the head of the queue until the next decode step fits into the cache."""
+        freed: set[int] = set()
+        tokens = self.kv_tokens
+        by_age = sorted(range(len(self.running)), key=lambda row: self.running[row].order) if self._is_over() else []
+        while tokens > self.kv_cache_tokens and len(by_age) > 1:
+            row = by_age.pop()
+            freed.add(row)
+            tokens -= len(self.running[row].token_ids)
+            self.waiting.appendleft(self.running[row])
+        self.preemptions += len(freed)
+        return self.release(freed)
+
+    def _is_over(self) -> bool:
+        return self.kv_tokens > self.kv_cache_tokens
+
+    def grow(self) -> None:
+        """Every running sequence just got one more token."""
+        self.kv_tokens += len(self.running)
+
+    def release(self, rows: Collection[int]) -> list[Move]:
+        """Take these rows away and close the holes; the caller moves the KV rows likewise."""
+        if not rows:
+            return []
+        moves = compaction_moves(len(self.running), rows)
+        self.kv_tokens -= sum(len(self.running[row].token_ids) for row in rows)
+        for source, hole in moves:
+            self.running[hole] = self.running[source]
+        del self.running[len(self.running) - len(rows) :]
+        return moves
+
+    def requeue_running(self) -> None:
+        """All KV became void: every running sequence waits again, ahead of the others and in order of arrival."""
+        self.waiting.extendleft(sorted(self.running, key=lambda sequence: -sequence.order))
+        self.running.clear()
+        self.kv_tokens = 0
+
+    def abort(self, groups: Iterable[int] | None) -> tuple[list[Sequence], list[Move]]:
+        """Forget the sequences of these groups (all if None), running and waiting ones. Returns them and the moves."""
+        wanted = None if groups is None else frozenset(groups)
+        rows = {row for row, s in enumerate(self.running) if wanted is None or s.group in wanted}
+        dropped = [self.running[row] for row in sorted(rows)]
+        moves = self.release(rows)
+        dropped += [s for s in self.waiting if wanted is None or s.group in wanted]
+        self.waiting = deque(s for s in self.waiting if wanted is not None and s.group not in wanted)
+        return dropped, moves

@@ -1,0 +1,312 @@
+"""The embedded engine: continuous batching of any transformers causal LM in plain PyTorch, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from psrl.protocol.generation import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_REFUSED,
+    FINISH_STOP,
+    EngineStats,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+)
+from psrl.protocol.samples import VersionSpan
+from psrl.rollout.engines.causal_lm import CachedCausalLM
+from psrl.rollout.engines.sampling import sample
+from psrl.rollout.engines.scheduler import Admission, Move, Scheduler, Sequence
+
+logger = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 2048
+"""Tokens of one prefill forward, padding included: enough to fill the cores, short enough to stay responsive."""
+_MAX_INTERNED = 1024
+
+
+class TorchEngine:
+    """Implements `psrl.rollout.engines.base.Engine`.
+
+    Prefill goes first: as long as waiting sequences fit but need another forward, a step only prefills.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Iterable[int],
+        max_num_seqs: int,
+        max_model_len: int,
+        kv_cache_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`model` belongs to the engine from now on: it is moved, frozen and overwritten by `update_weights`.
+
+        Raises ValueError for limits that cannot work and for a model that cannot be decoded here.
+        """
+        if max_num_seqs < 1 or max_model_len < 2:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be >= 1 and max_model_len={max_model_len} must be >= 2")
+        if kv_cache_tokens < max_model_len:
+            raise ValueError(
+                f"kv_cache_tokens={kv_cache_tokens} is below max_model_len={max_model_len}: a full sequence must fit; "
+                "raise kv_cache_tokens or lower max_model_len"
+            )
+        self.version = -1
+        torch.nn.Module.to(model, device)
+        self._model = model.eval().requires_grad_(False)
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._lm = CachedCausalLM(self._model, max_rows=max_num_seqs, max_length=max_model_len, device=device)
+        self._scheduler = Scheduler(max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens)
+        self._ready: list[TokenChunk] = []
+        self._params: dict[SamplingParams, tuple[SamplingParams, frozenset[int]]] = {}
+        self._arrivals = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._busy_s = 0.0
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, *, dtype: torch.dtype, **kwargs: Any) -> TorchEngine:
+        """Load configuration and weights of a local Hugging Face model directory; `kwargs` are the constructor's.
+
+        `version` stays -1 until `update_weights`, whatever the directory holds.
+        """
+        model = AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+        return cls(model, **kwargs)
+
+    # ---- requests --------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> None:
+        if request.min_version > self.version:
+            self._ready += [_last_chunk(request.group, s.sample, FINISH_REFUSED) for s in request.samples]
+            return
+        fault = self._fault(request)
+        if fault:
+            logger.warning("group %d cannot be generated: %s; its samples end without tokens", request.group, fault)
+        sampling, stop_ids = self._intern(request.sampling)
+        for item in request.samples:
+            used = len(request.prompt_ids) + len(item.prefix_ids)
+            budget = min(item.max_new_tokens, self._max_model_len - used)
+            if fault or budget <= 0:
+                self._ready.append(_last_chunk(request.group, item.sample, FINISH_LENGTH))
+                continue
+            self._arrivals += 1
+            self._scheduler.add(
+                Sequence(
+                    order=self._arrivals,
+                    group=request.group,
+                    sample=item.sample,
+                    prompt_ids=request.prompt_ids,
+                    token_ids=[*request.prompt_ids, *item.prefix_ids],
+                    budget=budget,
+                    seed=item.seed,
+                    sampling=sampling,
+                    stop_ids=stop_ids,
+                )
+            )
+
+    def _fault(self, request: GenerateRequest) -> str:
+        """Why this request cannot be decoded at all, "" if it can."""
+        if not request.prompt_ids:
+            return "the prompt is empty"
+        for ids in (request.prompt_ids, *(s.prefix_ids for s in request.samples)):
+            if ids and not 0 <= min(ids) <= max(ids) < self._lm.vocab_size:
+                return f"token ids {min(ids)} .. {max(ids)} are outside the vocabulary [0, {self._lm.vocab_size})"
+        if not (request.sampling.temperature >= 0 and math.isfinite(request.sampling.temperature)):
+            return f"temperature {request.sampling.temperature} must be a finite number >= 0"
+        return ""
+
+    def _intern(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
+        """One object for equal parameters, so that a batch can tell by identity that all its rows sample alike."""
+        known = self._params.get(params)
+        if known is None:
+            if len(self._params) >= _MAX_INTERNED:
+                self._params.clear()
+            eos = frozenset() if params.ignore_eos else self._eos_token_ids
+            known = self._params[params] = (params, eos | frozenset(params.stop_token_ids))
+        return known
+
+    @torch.inference_mode()
+    def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
+        dropped, moves = self._scheduler.abort(groups)
+        self._move_rows(moves)
+        return [_last_chunk(s.group, s.sample, FINISH_ABORT) for s in dropped]
+
+    def has_work(self) -> bool:
+        return bool(self._ready or self._scheduler.running or self._scheduler.waiting)
+
+    # ---- one step --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenChunk]:
+        started = time.perf_counter()
+        chunks, self._ready = self._ready, []
+        self._move_rows(self._scheduler.preempt())
+        admissions, more_to_prefill = self._scheduler.admit(PREFILL_TOKENS)
+        if admissions:
+            self._prefill(admissions)
+        # Decoding a part of the batch costs nearly as much as decoding all of it: fill the rows first.
+        if self._scheduler.running and not more_to_prefill:
+            self._decode(chunks)
+        self._busy_s += time.perf_counter() - started
+        return chunks
+
+    def _prefill(self, admissions: list[Admission]) -> None:
+        own = [a for a in admissions if a.donor_row is None]
+        self._prompt_tokens += sum(len(a.sequence.token_ids) for a in own)
+        for batch in pack_by_length([a for a in own if len(a.sequence.token_ids) > 1], PREFILL_TOKENS):
+            self._lm.prefill([a.row for a in batch], [a.sequence.token_ids[:-1] for a in batch])
+        copies = [(a.donor_row, a.row) for a in admissions if a.donor_row is not None]
+        self._lm.copy_rows(copies, max((len(a.sequence.prompt_ids) - 1 for a in admissions), default=0))
+
+    def _decode(self, chunks: list[TokenChunk]) -> None:
+        running = self._scheduler.running
+        positions = [len(s.token_ids) - 1 for s in running]
+        logits = self._lm.decode([s.token_ids[-1] for s in running], positions)
+        tokens, logprobs = sample(
+            logits,
+            [s.sampling for s in running],
+            [s.seed for s in running],
+            [at + 1 - len(s.prompt_ids) for s, at in zip(running, positions, strict=True)],
+        )
+        sampled, scored = tokens.tolist(), logprobs.tolist()
+        if not math.isfinite(sum(scored)):
+            raise RuntimeError(f"weights of version {self.version} give logits that are not finite: training diverged")
+        version = self.version
+        finished = set()
+        for row, (sequence, token, logprob) in enumerate(zip(running, sampled, scored, strict=True)):
+            sequence.token_ids.append(token)
+            start = sequence.num_new
+            sequence.num_new = end = start + 1
+            finish = ""
+            if token in sequence.stop_ids:
+                finish = FINISH_STOP
+            elif end >= sequence.budget:
+                finish = FINISH_LENGTH
+            if finish:
+                finished.add(row)
+            chunks.append(
+                TokenChunk(
+                    group=sequence.group,
+                    sample=sequence.sample,
+                    token_ids=[token],
+                    logprobs=[logprob],
+                    spans=[VersionSpan(start, end, version)],
+                    finish=finish,
+                )
+            )
+        self._generated_tokens += len(running)
+        self._scheduler.grow()
+        self._move_rows(self._scheduler.release(finished))
+
+    def _move_rows(self, moves: list[Move]) -> None:
+        if moves:
+            self._lm.copy_rows(moves, max(len(self._scheduler.running[row].token_ids) for _, row in moves) - 1)
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    def weight_specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._weights()}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, tied ones once under their first name, and the floating-point buffers that a checkpoint holds."""
+        yield from self._model.named_parameters()
+        saved = self._model.state_dict().keys()
+        yield from ((n, b) for n, b in self._model.named_buffers() if n in saved and b.is_floating_point())
+
+    def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = list(tensors)
+        own = dict(self._weights())
+        faults = weight_faults({name: (tuple(t.shape), t.dtype) for name, t in own.items()}, given)
+        if faults:
+            raise ValueError(f"weights of version {version} refused, version {self.version} stays: {faults}")
+        with torch.no_grad():
+            for name, tensor in given:
+                own[name].copy_(tensor)
+        self.version = version
+        self._scheduler.requeue_running()
+
+    # ---- the rest --------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """`prompt_tokens` counts tokens that were prefilled: a group's prompt once, recomputed sequences again."""
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_usage=min(1.0, scheduler.kv_tokens / scheduler.kv_cache_tokens),
+            preemptions=scheduler.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            busy_s=self._busy_s,
+        )
+
+    def close(self) -> None:
+        """Drop all requests and the memory of model and cache; the engine cannot be used afterwards."""
+        self._scheduler.abort(None)
+        self._ready.clear()
+        del self._lm, self._model
+
+
+def pack_by_length(admissions: list[Admission], max_tokens: int) -> list[list[Admission]]:
+    """Batches of similar length, each of at most `max_tokens` with padding (a single longer sequence goes alone)."""
+    batches: list[list[Admission]] = []
+    width = 0
+    for admission in sorted(admissions, key=lambda a: -len(a.sequence.token_ids)):
+        if batches and (len(batches[-1]) + 1) * width <= max_tokens:
+            batches[-1].append(admission)
+        else:
+            width = len(admission.sequence.token_ids) - 1
+            batches.append([admission])
+    return batches
+
+
+def weight_faults(
+    specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], given: Iterable[tuple[str, torch.Tensor]], first: int = 5
+) -> str:
+    """What keeps `given` from replacing exactly the tensors of `specs`, "" if nothing does.
+
+    Names at most `first` tensors of each kind of fault.
+    """
+    seen: dict[str, torch.Tensor] = {}
+    twice = []
+    for name, tensor in given:
+        if name in seen:
+            twice.append(name)
+        seen[name] = tensor
+    wrong = [
+        f"{name} is {_describe(tuple(tensor.shape), tensor.dtype)} but must be {_describe(*specs[name])}"
+        for name, tensor in seen.items()
+        if name in specs and (tuple(tensor.shape), tensor.dtype) != specs[name]
+    ]
+    kinds = [
+        ("unexpected", [name for name in seen if name not in specs]),
+        ("missing", [name for name in specs if name not in seen]),
+        ("given twice", twice),
+        ("unlike the engine's:", wrong),
+    ]
+    return "; ".join(
+        f"{kind} {', '.join(names[:first])}" + (f" and {len(names) - first} more" if len(names) > first else "")
+        for kind, names in kinds
+        if names
+    )
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _last_chunk(group: int, sample_index: int, finish: str) -> TokenChunk:
+    return TokenChunk(group=group, sample=sample_index, token_ids=[], logprobs=[], spans=[], finish=finish)

@@ -1,0 +1,256 @@
+"""A rollout instance: one engine, the agent loops that it serves, and the weights that it pulls. One loop, never blocked.
+
+Each round: read messages, switch to new weights if they have arrived, decode one step, hand the tokens out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+
+import torch
+
+from psrl.models.load import load_engine_model
+from psrl.models.resolve import run_model
+from psrl.net.link import CoordinatorGoneError, CoordinatorLink
+from psrl.net.server import Server
+from psrl.net.waiting import wait
+from psrl.protocol import control as c
+from psrl.protocol.generation import FINISH_REFUSED, AbortRequest, EngineStats, GenerateRequest, TokenChunk, TokenChunks
+from psrl.role import Role, start_role
+from psrl.rollout.engines.base import Engine
+from psrl.rollout.engines.torch_engine import TorchEngine
+from psrl.rundir.keys import load_keys
+from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
+from psrl.weights.channel import make_puller
+from psrl.weights.channel.background import BackgroundPull
+from psrl.weights.channel.base import PullError, StagedWeights
+
+log = logging.getLogger("psrl.instance")
+
+STREAM_INTERVAL_S = 0.05
+"""Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
+PULL_POLL_S = 0.002
+"""While idle, how soon weights that have arrived are seen."""
+
+
+class Instance:
+    """The shell around an engine. Tokens of unfinished samples are streamed, so nothing is lost with this process."""
+
+    def __init__(self, role: Role, engine: Engine) -> None:
+        limits = role.config.psrl.fault_tolerance
+        keys = load_keys(role.run_dir)
+        self.role = role
+        self.engine = engine
+        self.server = Server(
+            keys,
+            role.address,
+            GenerateRequest | AbortRequest,
+            name=role.name,
+            heartbeat_interval_s=limits.heartbeat_interval_s,
+            heartbeat_timeout_s=limits.heartbeat_timeout_s,
+        )
+        self.link = CoordinatorLink(role.run_dir, "instance", role.name, self._state, limits)
+        self.pull = BackgroundPull(make_puller(role, engine.weight_specs()), role.config.psrl.weights.pull_timeout_s)
+        self.timeline = Timeline(role.run_dir.timeline / f"{role.name}.{os.getpid()}.jsonl", "instance", name=role.name)
+        self.incarnation = 0
+        self.order: c.Pull | None = None
+        self.staged: StagedWeights | None = None
+        self.owner: dict[int, bytes] = {}
+        self.outstanding: dict[int, int] = defaultdict(int)
+        self.pending: dict[bytes, list[TokenChunk]] = defaultdict(list)
+        self.next_stream = 0.0
+        self.next_status = 0.0
+        self.reported = EngineStats()
+        self.over: c.Shutdown | None = None
+
+    def _state(self) -> c.InstanceState:
+        return c.InstanceState(
+            endpoint=self.server.endpoint,
+            version=self.engine.version,
+            incarnation=self.incarnation,
+            max_concurrent=self.role.config.gen_actor_rollout_ref.rollout.max_num_seqs,
+        )
+
+    def run(self) -> None:
+        """Serve until the coordinator says that the run is over."""
+        self.link.open()
+        while self.over is None:
+            if not self.engine.has_work():
+                wait([self.server, self.link], PULL_POLL_S if self.pull.busy else 1.0)
+            self._hear_coordinator()
+            self._hear_agents()
+            self._follow_pull()
+            if self.engine.has_work():
+                begun = time.monotonic()
+                self._keep(self.engine.step())
+                self.timeline.add(BUSY, begun, time.monotonic())
+            self._stream()
+            self._report()
+        log.info("the run is over: %s %s", self.over.status, self.over.cause)
+
+    def close(self) -> None:
+        self.pull.close()
+        self.timeline.close()
+        self.link.close("leaving")
+        self.server.close()
+        self.engine.close()
+
+    # ---- messages --------------------------------------------------------------------------------------------
+
+    def _hear_coordinator(self) -> None:
+        for message in self.link.poll(0.0):
+            match message:
+                case c.Pull():
+                    self.order = message
+                case c.Shutdown():
+                    self.over = message
+                case c.Welcome():
+                    self.timeline.set_offset(self.link.clock_offset_s)
+                    self.reported = EngineStats()
+
+    def _hear_agents(self) -> None:
+        for peer, message in self.server.poll(0.0):
+            if isinstance(message, AbortRequest):
+                self._keep(self.engine.abort(message.groups))
+            elif message.incarnation != self.incarnation or message.min_version > self.engine.version:
+                for sample in message.samples:
+                    refused = TokenChunk(group=message.group, sample=sample.sample, token_ids=[], logprobs=[], spans=[], finish=FINISH_REFUSED)
+                    self.pending[peer].append(refused)
+            else:
+                self.owner[message.group] = peer
+                self.outstanding[message.group] += len(message.samples)
+                self.engine.submit(message)
+        for peer in self.server.lost_peers():
+            groups = [group for group, owner in self.owner.items() if owner == peer]
+            log.warning("an agent loop is gone: its %d groups are aborted", len(groups))
+            self.engine.abort(groups)
+            for group in groups:
+                del self.owner[group], self.outstanding[group]
+            self.pending.pop(peer, None)
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    def _follow_pull(self) -> None:
+        """Prefetch while decoding goes on; then hand partial samples back (or finish them) and switch."""
+        if self.order is not None and not self.pull.busy and self.staged is None:
+            self.pull.start(self.order.version, self.order.incarnation)
+            self.link.send(c.PullStarted(version=self.order.version))
+        outcome = self.pull.poll()
+        if isinstance(outcome, PullError):
+            self._pull_failed(outcome)
+        elif outcome is not None:
+            end = time.monotonic()
+            self.timeline.add(PULL, end - outcome.pull_s, end, version=outcome.version, nbytes=outcome.nbytes)
+            self.staged = outcome
+        if self.staged is not None and self.order is not None and (self.order.abort_running or not self.engine.has_work()):
+            self._switch(self.staged, self.order)
+
+    def _switch(self, staged: StagedWeights, order: c.Pull) -> None:
+        begun = time.monotonic()
+        self._keep(self.engine.abort())
+        self.engine.update_weights(staged.version, staged.tensors())
+        end = time.monotonic()
+        self.incarnation, self.order, self.staged = staged.incarnation, None, None
+        self.timeline.add(SWITCH, begun, end, version=staged.version)
+        done = c.PullDone(
+            version=staged.version, incarnation=staged.incarnation, pull_s=staged.pull_s, pause_s=end - begun, nbytes=staged.nbytes
+        )
+        self.link.send(done)
+        self._stream(now=True)
+
+    def _pull_failed(self, error: PullError) -> None:
+        order, self.order = self.order, None
+        version = order.version if order else -1
+        if not error.retryable:
+            self.link.send(c.Fatal(cause=error.cause))
+        self.link.send(c.PullFailed(version=version, cause=error.cause))
+
+    # ---- tokens and status -----------------------------------------------------------------------------------
+
+    def _keep(self, chunks: list[TokenChunk]) -> None:
+        """Collect chunks for their agent loops; a finished one is due at once."""
+        for chunk in chunks:
+            if (peer := self.owner.get(chunk.group)) is not None:
+                self.pending[peer].append(chunk)
+                if chunk.finish:
+                    self.next_stream = 0.0
+                    self.outstanding[chunk.group] -= 1
+                    if not self.outstanding[chunk.group]:
+                        del self.owner[chunk.group], self.outstanding[chunk.group]
+
+    def _stream(self, now: bool = False) -> None:
+        clock = time.monotonic()
+        if not self.pending or (clock < self.next_stream and not now):
+            return
+        self.next_stream = clock + STREAM_INTERVAL_S
+        for peer, chunks in self.pending.items():
+            self.server.send(peer, TokenChunks(join_chunks(chunks)))
+        self.pending.clear()
+
+    def _report(self) -> None:
+        clock = time.monotonic()
+        if clock < self.next_status:
+            return
+        stats = self.engine.stats()
+        gauges = (stats.running, stats.waiting, stats.preemptions)
+        if gauges != (self.reported.running, self.reported.waiting, self.reported.preemptions) and self.link.send(c.InstanceStatus(stats=stats)):
+            self.reported = stats
+            self.next_status = clock + self.role.config.psrl.status_collection.engine_sync_interval_in_ms / 1000
+
+
+def join_chunks(chunks: list[TokenChunk]) -> list[TokenChunk]:
+    """One chunk a sample: tokens of several decode steps joined in order. A finished chunk ends its sample's row, so a
+    later request for the same sample starts a new one."""
+    joined: dict[tuple[int, int], TokenChunk] = {}
+    out: list[TokenChunk] = []
+    for chunk in chunks:
+        key = (chunk.group, chunk.sample)
+        if (open_chunk := joined.get(key)) is None:
+            joined[key] = chunk
+            out.append(chunk)
+        else:
+            open_chunk.token_ids += chunk.token_ids
+            open_chunk.logprobs += chunk.logprobs
+            open_chunk.spans += chunk.spans
+            open_chunk.finish = chunk.finish
+        if chunk.finish:
+            joined.pop(key, None)
+    return out
+
+
+def main() -> int:
+    role = start_role()
+    gen = role.config.gen_actor_rollout_ref.rollout
+    torch.set_num_threads(role.config.psrl.deployment.rollout_cpu_threads)
+    torch.set_num_interop_threads(1)
+    source = run_model(role.run_dir)
+    model = load_engine_model(source.path, gen.dtype or role.config.model.dtype)
+    engine = TorchEngine(
+        model,
+        eos_token_ids=source.eos_token_ids,
+        max_num_seqs=gen.max_num_seqs,
+        max_model_len=context_length(role),
+        kv_cache_tokens=gen.kv_cache_tokens,
+    )
+    instance = Instance(role, engine)
+    try:
+        instance.run()
+        return 0
+    except CoordinatorGoneError as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        instance.close()
+
+
+def context_length(role: Role) -> int:
+    """Tokens that prompt and response may have together."""
+    data = role.config.data
+    return role.config.gen_actor_rollout_ref.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""One response in the making, across aborts, instances and versions: pure bookkeeping of partial rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from psrl.protocol.generation import FINISH_ABORT, FINISH_LENGTH, FINISH_REFUSED, FINISH_STOP, SampleRequest, TokenChunk
+from psrl.protocol.samples import VersionSpan
+
+
+@dataclass(slots=True)
+class PartialSample:
+    """Tokens, log-probs and version spans so far. `instance` is where it is being decoded, "" while it looks for one."""
+
+    sample: int
+    seed: int
+    max_response: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish: str = ""
+    instance: str = ""
+    request_start: int = 0
+    """Tokens that existed when the current request was sent: chunk spans count from there."""
+
+    def next_request(self, instance: str) -> SampleRequest | None:
+        """What to ask of `instance`: the *remaining* budget after the tokens that exist. None when nothing remains
+        (the sample is then finished as "length").
+
+        >>> s = PartialSample(0, 1, max_response=24576, token_ids=[1] * 18202, logprobs=[0.0] * 18202)
+        >>> s.next_request("r0").max_new_tokens
+        6374
+        """
+        remaining = self.max_response - len(self.token_ids)
+        if remaining <= 0:
+            self.finish = FINISH_LENGTH
+            self.instance = ""
+            return None
+        self.instance = instance
+        self.request_start = len(self.token_ids)
+        return SampleRequest(sample=self.sample, max_new_tokens=remaining, seed=self.seed, prefix_ids=tuple(self.token_ids))
+
+    def add(self, chunk: TokenChunk) -> bool:
+        """Take a chunk in; True when the sample is finished or must be routed again (see `finish` and `instance`)."""
+        if len(chunk.token_ids) != len(chunk.logprobs):
+            raise ValueError(f"chunk of group {chunk.group} sample {chunk.sample}: {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs")
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        for span in chunk.spans:
+            start, end = span.start + self.request_start, span.end + self.request_start
+            if self.spans and self.spans[-1].version == span.version and self.spans[-1].end == start:
+                self.spans[-1] = VersionSpan(self.spans[-1].start, end, span.version)
+            elif end > start:
+                self.spans.append(VersionSpan(start, end, span.version))
+        if chunk.finish in (FINISH_STOP, FINISH_LENGTH):
+            self.finish = chunk.finish
+            self.instance = ""
+            return True
+        if chunk.finish in (FINISH_ABORT, FINISH_REFUSED):
+            self.finish = FINISH_LENGTH if len(self.token_ids) >= self.max_response else ""
+            self.instance = ""
+            return True
+        return False
+
+    def lost(self) -> None:
+        """The instance is gone: what was streamed so far is kept, the rest is made elsewhere."""
+        self.instance = ""

@@ -1,0 +1,55 @@
+"""The Task protocol: where prompts come from, and what an answer is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+
+class TaskItem(msgspec.Struct, kw_only=True):
+    """One prompt before tokenisation. `solution` is a text that deserves full reward, where one is known
+    (the tiny model's warm start learns from it); `ground_truth` and `extra_info` go to the reward function."""
+
+    messages: list[dict[str, Any]]
+    data_source: str
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+    solution: str | None = None
+
+
+class PreparedPrompt(msgspec.Struct, array_like=True, kw_only=True):
+    """One tokenised prompt. `prompt_ids` is little-endian int32; everyone refers to a prompt by `index`."""
+
+    index: int
+    prompt_ids: bytes
+    data_source: str
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+
+
+class Answer(msgspec.Struct, array_like=True, kw_only=True):
+    """What a verifier sees: the response as text, and the prompt's own fields."""
+
+    solution_str: str
+    data_source: str
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A source of prompts with a verifier. `items` gives the same sequence each time it is called.
+
+    `score` runs in a scoring process of its own (see `psrl.rollout.score_worker`), which builds the task again from
+    the same configuration: it may rely on `answer.extra_info` and on the task's parameters, on nothing else.
+    """
+
+    def items(self) -> Iterable[TaskItem]: ...
+
+    def score(self, answer: Answer) -> float | None: ...
+
+
+def user_message(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,217 @@
+"""`python -m psrl.telemetry.wandb_logger RUN_DIR`: follows a run's metrics file and logs it to Weights & Biases.
+
+A process of its own, because a dashboard must never disturb the run: whatever goes wrong here is said in one line, and
+the exit status is 0. It ends when the run's outcome appears, when its parent dies, or on SIGTERM.
+
+Offline unless WANDB_MODE says otherwise; `wandb sync` uploads an offline run later. The run id is made once and kept in
+the run directory, so that a requeued or resumed run goes on in the same W&B run. Each step is logged once: a resumed
+run trains the same groups in the same order again, so repeated steps say nothing new (`metrics.jsonl` keeps the later).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from psrl.telemetry.metrics import STEP_KEY, TIME_KEY, MetricsTail, Row
+from psrl.telemetry.step_metrics import bucket_width
+
+POLL_S = 1.0
+FINISH_DEADLINE_S = 30.0
+READ_DEADLINE_S = 90.0
+"""A file that another node has just written may stay invisible for a minute on NFS."""
+HISTOGRAMS: dict[str, Callable[[int], int]] = {
+    "staleness/hist": lambda lag: 1,
+    "response_length/hist": bucket_width,
+}
+"""Metrics that are counts by bucket, with the width of the bucket that begins at a value."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m psrl.telemetry.wandb_logger", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--once", action="store_true", help="log the steps that are there and end")
+    parser.add_argument(
+        "--finish-deadline-s", type=float, default=FINISH_DEADLINE_S, help="most time to upload at the end"
+    )
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s wandb_logger %(message)s")
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    for ignored in (
+        signal.SIGINT,
+        signal.SIGUSR2,
+    ):  # they reach the whole process group; the parent decides what they mean
+        signal.signal(ignored, signal.SIG_IGN)
+    ended = ending(args.run_dir, stop)  # before the slow import: an outcome that is there already is an earlier one
+    try:
+        log_run(args.run_dir, (lambda: True) if args.once else ended, stop, args.finish_deadline_s)
+    except Exception as error:  # the one place where any failure is allowed to end here: the run must not feel it
+        logging.error("dashboard off: %s: %s", type(error).__name__, str(error).splitlines()[0] if str(error) else "")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # wandb's threads and exit hooks may wait for a network for minutes
+
+
+def ending(run_dir: Path, stop: threading.Event) -> Callable[[], bool]:
+    """A predicate: is it time to log what is left and leave? An outcome from before this moment does not count."""
+    path = run_dir / "outcome.json"
+    earlier = _content(path)
+    parent = os.getppid()
+
+    def ended() -> bool:
+        nonlocal earlier
+        outcome = _content(path)
+        if outcome is None:
+            earlier = None  # the launcher took the old one away: the next one counts, whatever it says
+        return stop.is_set() or os.getppid() != parent or (outcome is not None and outcome != earlier)
+
+    return ended
+
+
+def log_run(run_dir: Path, ended: Callable[[], bool], stop: threading.Event, finish_deadline_s: float) -> None:
+    """Log each step of `metrics.jsonl` that was not logged before until `ended`, then what was written before that."""
+    offline = os.environ.setdefault("WANDB_MODE", "offline") == "offline"
+    if offline:
+        os.environ["WANDB_ERROR_REPORTING"] = "false"  # no network at all
+    import wandb
+
+    config = resolved_config(run_dir / "config.yaml")
+    trainer = config.get("trainer") or {}
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
+        project=trainer.get("project_name") or "psrl",
+        name=trainer.get("experiment_name") or run_dir.resolve().name,
+        id=run_id(run_dir),
+        resume=None if offline else "allow",  # offline there is nobody to ask; the same id joins the parts when synced
+        dir=str(run_dir / "logs"),
+        config=config,
+        settings=wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=offline, init_timeout=60
+        ),
+    )
+    run.define_metric(STEP_KEY)
+    run.define_metric("*", step_metric=STEP_KEY)
+    logging.info("logging to W&B run %s (%s)", run.id, os.environ["WANDB_MODE"])
+    cursor = StepCursor(run_dir / "logs" / f"wandb_steps.{run.id}")
+    tail = MetricsTail(run_dir / "metrics.jsonl")
+    over = False
+    while True:
+        for row in cursor.new(tail.poll()):
+            run.log(wandb_row(row, wandb.Histogram), step=row[STEP_KEY])
+            cursor.advance(row[STEP_KEY])
+        if over:
+            break
+        over = ended()  # then one more round, for rows written just before the end
+        if not over:
+            stop.wait(POLL_S)
+    if not _within(finish_deadline_s, run.finish):
+        logging.warning("W&B was not done within %.0f s; `wandb sync %s` sends the rest", finish_deadline_s, run.dir)
+
+
+def wandb_row(row: Mapping[str, Any], histogram: Callable[..., Any]) -> dict[str, Any]:
+    """The row as W&B takes it: nulls left out, counts by bucket as `histogram(np_histogram=(counts, edges))`."""
+    out: dict[str, Any] = {}
+    for key, value in row.items():
+        if key in HISTOGRAMS:
+            if value:
+                out[key] = histogram(np_histogram=histogram_arrays(value, HISTOGRAMS[key]))
+        elif value is not None and key != TIME_KEY:
+            out[key] = value
+    return out
+
+
+def histogram_arrays(counts: Mapping[str, int], width: Callable[[int], int]) -> tuple[list[int], list[int]]:
+    """(counts, edges) with one more edge than counts; gaps between buckets get a count of 0.
+
+    `histogram_arrays({"0": 3, "2": 1}, lambda _: 1) == ([3, 0, 1], [0, 1, 2, 3])`
+    """
+    filled: list[int] = []
+    edges: list[int] = []
+    for lower, count in sorted((int(bucket), count) for bucket, count in counts.items()):
+        if edges and edges[-1] < lower:
+            filled.append(0)
+            edges.append(lower)
+        elif not edges:
+            edges.append(lower)
+        filled.append(count)
+        edges.append(lower + width(lower))
+    return filled, edges
+
+
+def run_id(run_dir: Path) -> str:
+    """This run's W&B id: made by whoever comes first, published once as `rendezvous/wandb_id`, never changed."""
+    path = run_dir / "rendezvous" / "wandb_id"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".wandb_id.{secrets.token_hex(4)}")
+    draft.write_text(secrets.token_hex(4) + "\n")
+    try:
+        os.link(draft, path)  # exclusive: fails if the name exists, and never shows a half-written file
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    deadline = time.monotonic() + READ_DEADLINE_S
+    while not (text := (_content(path) or b"").decode().strip()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{path} exists but stays empty for {READ_DEADLINE_S:.0f} s; delete it to get a new W&B run"
+            )
+        time.sleep(0.5)
+    return text
+
+
+def resolved_config(path: Path) -> dict[str, Any]:
+    """The resolved configuration of the run; empty if there is none."""
+    from omegaconf import OmegaConf
+
+    if not path.exists():
+        return {}
+    container = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
+
+
+class StepCursor:
+    """The highest step that went to W&B, remembered over restarts in an append-only file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = (_content(path) or b"").split()
+        self._highest = max((int(line) for line in lines if line.isdigit()), default=0)
+
+    def new(self, rows: Iterable[Row]) -> Iterable[Row]:
+        """The rows beyond the highest step, in order; asked row by row, so that `advance` in between counts."""
+        return (row for row in rows if row[STEP_KEY] > self._highest)
+
+    def advance(self, step: int) -> None:
+        self._highest = step
+        with self._path.open("a") as file:
+            file.write(f"\n{step}\n")  # the first newline ends what a killed writer may have left
+
+
+def _within(seconds: float, work: Callable[[], object]) -> bool:
+    """Run `work` in a thread that may be left behind; whether it ended in time."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

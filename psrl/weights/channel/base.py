@@ -1,0 +1,98 @@
+"""The weight channel: trainer ranks publish versions, instances pull them, whatever carries the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from psrl.trainer.backends.base import WeightShard
+from psrl.weights.plan import PullPlan
+
+
+class PullError(Exception):
+    """A pull failed and staged nothing. `retryable` is False when the same pull can never succeed (names, shapes, dtypes)."""
+
+    def __init__(self, cause: str, retryable: bool = True) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.retryable = retryable
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """What one `publish` did: bytes packed, seconds packing, seconds waiting for readers, readers the slot was taken from."""
+
+    nbytes: int
+    pack_s: float
+    wait_s: float = 0.0
+    revoked: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class StagedWeights:
+    """A whole, checked version in this process' memory, to be switched to between two decode steps.
+
+    The tensors are views of the puller's staging buffer: they are valid until its next pull or its close.
+    """
+
+    version: int
+    incarnation: int
+    plan: PullPlan
+    buffer: torch.Tensor
+    transport: str
+    pull_s: float = 0.0
+    valid: bool = field(default=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.plan.tensors)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every tensor of the engine, whole, in its shape and dtype; no copy. RuntimeError when stale."""
+        for staged in self.plan.tensors:
+            if not self.valid:
+                raise RuntimeError(f"staged weights {self.version} were given up for a newer pull; take them before the next pull")
+            flat = self.buffer[staged.offset : staged.offset + staged.nbytes]
+            yield staged.name, flat.view(staged.dtype).view(staged.shape)
+
+
+class WeightPublisher(Protocol):
+    """One trainer rank's side."""
+
+    transport: str
+    """What carries the bytes, for the log: "nixl (posix,cma,tcp)"."""
+
+    def serve(self) -> None:
+        """Become reachable. Once, before the first `publish`."""
+        ...
+
+    def publish(self, version: int, incarnation: int, shards: Iterable[WeightShard]) -> Publication:
+        """Make this rank's part of (incarnation, version) readable; on return it is whole. The version before stays
+        readable, older ones go. ValueError if the version is not newer or the tensors are not those of the first call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightPuller(Protocol):
+    """An instance's side. One pull at a time; not thread-safe (BackgroundPull gives it a thread of its own)."""
+
+    transport: str
+    on_progress: Callable[[int], None] | None
+    """Called with the bytes that have arrived so far, from the pulling thread."""
+
+    def pull(self, version: int, incarnation: int, deadline_s: float) -> StagedWeights:
+        """Fetch this version from all ranks into staging, verify it, return it. Blocks until `deadline_s`
+        (time.monotonic) at most; PullError if it cannot be had whole, and then nothing is staged. Weights that were
+        staged by an earlier pull become invalid at the start."""
+        ...
+
+    def cancel(self) -> None:
+        """From any thread: the pull that is going on, and any later one, fails soon."""
+        ...
+
+    def close(self) -> None: ...

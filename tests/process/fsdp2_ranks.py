@@ -1,0 +1,145 @@
+"""A trainer of one or more ranks on a fixed little problem; run as a script it is one rank (RANK, WORLD_SIZE).
+
+`fsdp2_ranks.py '{"checkpoints": DIR, "init": FILE, "steps": 4, "save_at": [2]}'`: rank 0 prints the metrics of each
+step as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from psrl.algorithms import policy
+from psrl.algorithms.policy import PolicyLoss
+from psrl.config.schema import ActorConfig, OptimConfig
+from psrl.protocol.samples import Group, Sample
+from psrl.trainer import checkpoints
+from psrl.trainer.backends.base import MicroBatch
+from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.batch import (
+    build_micro_batches,
+    count_loss_tokens,
+    group_advantages,
+    groups_needed,
+    index_samples,
+)
+from psrl.trainer.micro_batches import plan_micro_batches, trainable_samples
+
+VOCABULARY = 131  # odd: two ranks hold 66 and 65 rows
+
+
+def make_model(tied: bool = True, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def make_actor(**changes) -> ActorConfig:
+    defaults = {"grad_clip": 1.0, "optim": OptimConfig(lr=1e-3, lr_warmup_steps=3, weight_decay=0.1)}
+    return ActorConfig(**{**defaults, **changes})
+
+
+def make_groups(step: int, num_groups: int = 3, size: int = 3) -> list[Group]:
+    """Ragged prompts and responses, some tokens masked, two samples without a reward."""
+    random = np.random.default_rng(step)
+
+    def sample(position: int, reward: float | None) -> Sample:
+        length = int(random.integers(1, 9))
+        mask = random.integers(0, 4, length) > 0
+        mask[0] = True
+        return Sample(
+            response_ids=random.integers(0, VOCABULARY, length).astype("<i4").tobytes(),
+            logprobs=(-5.0 + random.normal(size=length)).astype("<f4").tobytes(),
+            reward=reward,
+            finish="stop",
+            spans=[],
+            mask=mask.astype(np.uint8).tobytes(),
+        )
+
+    return [
+        Group(
+            group=g, data_epoch=0, prompt=g, version=0,
+            prompt_ids=random.integers(0, VOCABULARY, int(random.integers(2, 7))).astype("<i4").tobytes(),
+            samples=[sample(s, None if (g, s) in {(0, 1), (2, 2)} else float(random.normal())) for s in range(size)],
+        )
+        for g in range(num_groups)
+    ]  # fmt: skip
+
+
+def make_batches(groups: list[Group], rank: int, world_size: int, cap: int) -> list[MicroBatch]:
+    tokens = [
+        [0 if s.reward is None else (len(g.prompt_ids) + len(s.response_ids)) // 4 for s in g.samples] for g in groups
+    ]
+    plan = plan_micro_batches(trainable_samples(tokens).lengths, world_size, cap, micro_batch_cost=10**6)
+    index = index_samples(tokens)
+    needed = groups_needed(plan.ranks[rank], index)
+    advantages = {g: group_advantages(groups[g], tokens[g], True) for g in needed}
+    return build_micro_batches(plan.ranks[rank], index, {g: groups[g] for g in needed}, advantages)
+
+
+def train_step(backend: FSDP2Backend, step: int, cap: int = 1024) -> dict[str, float]:
+    batches = make_batches(make_groups(step), backend.rank, backend.world_size, cap)
+    (tokens,) = backend.all_sum([count_loss_tokens(batches)])
+    sums = backend.update(batches, PolicyLoss(global_tokens=int(tokens), token_tis=True))
+    return policy.finalise(sums) | {name: value for name, value in sums.items() if "/sums/" not in name}
+
+
+def save(backend: FSDP2Backend, root: Path, step: int, killed: bool = False) -> None:
+    path = checkpoints.step_directory(root, step)
+    if backend.rank == 0:
+        checkpoints.begin(root, step, backend.checkpoint_bytes())
+    if backend.world_size > 1:
+        dist.barrier()
+    backend.save(path)
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if backend.world_size > 1:
+        dist.barrier()
+    if backend.rank == 0:
+        checkpoints.finish(path, {"version": step})
+
+
+def main(task: dict) -> None:
+    torch.set_num_threads(1)
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{task['init']}",
+            rank=int(os.environ["RANK"]),
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+    actor = make_actor(**({"optim": OptimConfig(lr=task["lr"])} if "lr" in task else {}))
+    # A resumed run starts from other weights ("seed"), so that it is right only if the checkpoint replaces them.
+    backend = FSDP2Backend(make_model(seed=task.get("seed", 0)), actor, temperature=0.8)
+    root = Path(task["checkpoints"])
+    found, _ = checkpoints.newest_complete(root)
+    if found is not None:
+        backend.load(found)
+    for step in range(backend.steps, task["steps"]):
+        metrics = train_step(backend, step, task.get("cap", 1024))
+        if backend.rank == 0:
+            print(json.dumps(metrics), flush=True)
+        if backend.steps in task["save_at"]:
+            save(backend, root, backend.steps, killed=task.get("killed", False))
+    if "shards" in task:
+        torch.save(list(backend.weight_shards()), Path(task["shards"]) / f"{backend.rank}.pt")
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,343 @@
+"""The coordinator's decisions, message by message, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from psrl.coordinator.core import CLAIM_GRACE_S, QUARANTINE_S, Coordinator, Settings
+from psrl.coordinator.placement import check_consistent
+from psrl.coordinator.prompts import PromptSource
+from psrl.coordinator.routing import RequestNumBalance
+from psrl.coordinator.staleness import Staleness
+from psrl.protocol import control as c
+from psrl.protocol.generation import EngineStats
+from psrl.protocol.samples import SampleRef
+
+pytestmark = pytest.mark.unit
+
+SETTINGS = Settings(
+    samples_per_group=4,
+    partial_rollout=True,
+    max_concurrent=1024,
+    reject_on_waiting=True,
+    max_group_retries=1,
+    drop_last=True,
+    num_instances=2,
+    num_agents=1,
+    startup_timeout_s=100.0,
+    missing_timeout_s=10.0,
+)
+
+
+class Run:
+    """A coordinator and the other roles' words; `said` are the messages since the last look."""
+
+    def __init__(self, *, buffer_entries: int = 2, staleness: int = 1, steps: int = 4, prompts: int = 100, **changes) -> None:
+        self.now = 0.0
+        self.records: list = []
+        state = Staleness(buffer_entries=buffer_entries, staleness=staleness, total_steps=steps)
+        source = PromptSource(num_prompts=prompts, seed=0, shuffle=False)
+        settings = dataclasses.replace(SETTINGS, **changes)
+        self.core = Coordinator(settings, state, source, RequestNumBalance(), epoch=1, now_s=0.0)
+
+    def tell(self, sender: str, *messages: c.Message) -> list[tuple[str, c.Message]]:
+        for message in messages:
+            self.core.handle(sender, message, self.now)
+        return self.settle()
+
+    def settle(self) -> list[tuple[str, c.Message]]:
+        self.core.advance(self.now)
+        check_consistent(self.core.placement, (r.group for r in self.core.staleness.open_groups()))
+        self.records += self.core.records
+        said, self.core.outbox, self.core.records = self.core.outbox, [], []
+        return said
+
+    def hello(self, role: str, name: str, state=None) -> list[tuple[str, c.Message]]:
+        return self.tell(name, c.Hello(role=role, name=name, node="n", pid=1, sent_s=self.now, state=state))
+
+    def instance(self, name: str, version: int = -1, incarnation: int = 0, endpoint: str = "") -> list[tuple[str, c.Message]]:
+        state = c.InstanceState(endpoint=endpoint or f"tcp://{name}", version=version, incarnation=incarnation, max_concurrent=64)
+        return self.hello("instance", name, state)
+
+    def trainer(self, published: int = 0, resumed_from: int = 0, nonce: str = "a", wants: int = -1) -> list[tuple[str, c.Message]]:
+        return self.hello("trainer", "trainer-0", c.TrainerState(published=published, resumed_from=resumed_from, start_nonce=nonce, wants=wants))
+
+    def pulled(self, name: str, version: int, incarnation: int = 0) -> list[tuple[str, c.Message]]:
+        return self.tell(name, c.PullDone(version=version, incarnation=incarnation, pull_s=0.1, pause_s=0.01, nbytes=1))
+
+    def finish(self, group: int) -> list[tuple[str, c.Message]]:
+        return self.tell("agent-loop-0", done(group))
+
+
+def done(group: int) -> c.GroupDone:
+    return c.GroupDone(group=group, ref=SampleRef("s", 0, 1, 0, [4] * 4), reward_mean=0.5, response_tokens=8)
+
+
+def of(said: list[tuple[str, c.Message]], kind: type) -> list:
+    return [message for _, message in said if isinstance(message, kind)]
+
+
+def assigned(said: list[tuple[str, c.Message]]) -> list[c.Assignment]:
+    return [a for m in of(said, c.Assign) for a in m.groups]
+
+
+def started(**kwargs) -> tuple[Run, list[c.Assignment]]:
+    """Trainer at version 0, two instances that hold it, one agent loop: the first assignments."""
+    run = Run(**kwargs)
+    run.trainer()
+    for name in ("instance-0", "instance-1"):
+        run.instance(name)
+        run.pulled(name, 0)
+    return run, assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
+
+
+def test_instances_pull_before_anything_is_dispatched() -> None:
+    run = Run()
+    assert of(run.instance("instance-0"), c.Pull) == []
+    said = run.trainer()
+    assert [(m.version, m.abort_running) for m in of(said, c.Pull)] == [(0, True)]
+    assert assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState())) == []
+    assert len(assigned(run.pulled("instance-0", 0))) == 4  # (staleness + 1) x 2 groups
+
+
+def test_dispatch_fills_the_window_and_balances_instances() -> None:
+    _, groups = started()
+    assert [g.version for g in groups] == [0] * 4
+    assert sorted(g.instance for g in groups) == ["instance-0", "instance-0", "instance-1", "instance-1"]
+
+
+def test_staleness_zero_is_synchronous() -> None:
+    run, groups = started(staleness=0)
+    assert len(groups) == 2
+    for g in groups:
+        assert assigned(run.finish(g.group)) == []
+    said = run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0))
+    assert [len(m.groups) for m in of(said, c.Buffer)] == [2]
+    said = run.tell("trainer-0", c.Published(version=1, incarnation=0))
+    assert assigned(said) == [] and len(of(said, c.Pull)) == 2
+    assert [g.version for g in assigned(run.pulled("instance-0", 1))] == [1, 1]
+
+
+def test_a_buffer_ships_in_order_of_occupation_as_soon_as_it_is_full() -> None:
+    run, groups = started()
+    run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0))
+    assert of(run.finish(groups[3].group), c.Buffer) == []
+    (buffer,) = of(run.finish(groups[1].group), c.Buffer)
+    assert [g.group for g in buffer.groups] == [groups[3].group, groups[1].group]
+    assert of(run.finish(groups[0].group), c.Buffer) == []
+
+
+def test_a_dead_instance_hands_its_samples_to_others() -> None:
+    run, groups = started()
+    at_0 = [g.group for g in groups if g.instance == "instance-0"]
+    run.tell("supervisor", c.ChildDown(role="instance", name="instance-0", cause="signal SIGKILL", restarting=False))
+    said = run.tell("agent-loop-0", c.RouteRequest(samples=[(at_0[0], s) for s in range(4)]))
+    (routed,) = of(said, c.Routed)
+    assert {instance for _, _, instance in routed.samples} == {"instance-1"}
+    assert run.core.ended is None
+
+
+def test_the_last_instance_ends_the_run_with_its_cause() -> None:
+    run, _ = started()
+    for name in ("instance-0", "instance-1"):
+        said = run.tell("supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=False))
+    (verdict, *_) = of(said, c.Shutdown)
+    assert verdict.status == "failed" and "instance-1" in verdict.cause and "SIGKILL" in verdict.cause
+
+
+def test_an_instance_that_restarts_is_waited_for() -> None:
+    run, groups = started(num_instances=1)
+    for name in ("instance-0", "instance-1"):
+        run.tell("supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=True))
+    assert run.core.ended is None
+    assert of(run.tell("agent-loop-0", c.RouteRequest(samples=[(groups[0].group, 0)])), c.Routed) == []
+    run.instance("instance-0", endpoint="tcp://new")
+    (routed,) = of(run.pulled("instance-0", 0), c.Routed)
+    assert routed.samples == [(groups[0].group, 0, "instance-0")]
+
+
+def test_a_trainer_that_dies_ends_the_run() -> None:
+    run, _ = started()
+    said = run.tell("supervisor", c.ChildDown(role="trainer", name="trainer-0", cause="signal SIGKILL", restarting=False))
+    assert of(said, c.Shutdown)[0].cause == "trainer-0 ended by signal SIGKILL"
+
+
+def test_continuations_go_only_to_instances_new_enough() -> None:
+    run, groups = started()
+    for g in groups[:2]:
+        run.finish(g.group)
+    run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0))
+    run.tell("trainer-0", c.Published(version=1, incarnation=0))
+    new = assigned(run.pulled("instance-1", 1))
+    assert new and all(g.version == 1 and g.instance == "instance-1" for g in new)
+    said = run.tell("agent-loop-0", c.SampleMoves(left=[(new[0].group, "instance-1", 4)]), c.RouteRequest(samples=[(new[0].group, 0)]))
+    assert [i for m in of(said, c.Routed) for _, _, i in m.samples] == ["instance-1"]
+
+
+def test_admission_rejects_an_instance_whose_queue_waits() -> None:
+    run = Run()
+    run.trainer()
+    for name in ("instance-0", "instance-1"):
+        run.instance(name)
+        run.pulled(name, 0)
+    run.tell("instance-0", c.InstanceStatus(stats=EngineStats(waiting=3)))
+    groups = assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
+    assert {g.instance for g in groups} == {"instance-1"}
+
+
+def test_without_partial_rollout_a_lagging_instance_gets_nothing_new() -> None:
+    run, groups = started(partial_rollout=False)
+    for g in groups[:2]:
+        run.finish(g.group)
+    run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0))
+    said = run.tell("trainer-0", c.Published(version=1, incarnation=0))
+    assert [m.abort_running for m in of(said, c.Pull)] == [False, False]
+    assert assigned(said) == []
+    assert {g.version for g in assigned(run.pulled("instance-0", 1))} == {1}
+
+
+def test_a_failed_pull_is_tried_again_after_the_quarantine() -> None:
+    run = Run()
+    run.trainer()
+    run.instance("instance-0")
+    assert of(run.tell("instance-0", c.PullFailed(version=0, cause="torn")), c.Pull) == []
+    run.now += QUARANTINE_S
+    assert len(of(run.settle(), c.Pull)) == 1
+
+
+@pytest.mark.parametrize(("reason", "retry", "attempts"), [("error", True, [0, 1]), ("invalid_rewards", False, [0])])
+def test_a_failed_group_is_tried_again_then_replaced(reason: str, retry: bool, attempts: list[int]) -> None:
+    run, groups = started()
+    prompt, seen = groups[0].prompt, [groups[0].attempt]
+    group = groups[0].group
+    for _ in range(3):
+        said = run.tell("agent-loop-0", c.GroupFailed(group=group, reason=reason, detail="boom", retry=retry))
+        again = [g for g in assigned(said) if g.prompt == prompt]
+        if not again:
+            break
+        seen.append(again[0].attempt)
+        group = again[0].group
+    assert seen == attempts
+    assert run.core.counters[f"{reason}/prompt_{prompt}"] == len(attempts)
+
+
+def test_a_lost_agent_loop_returns_its_prompts_once() -> None:
+    run, groups = started()
+    run.tell("supervisor", c.ChildDown(role="agent_loop", name="agent-loop-0", cause="signal SIGKILL", restarting=True))
+    again = assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
+    assert [g.prompt for g in again] == [g.prompt for g in groups]
+    assert {g.attempt for g in again} == {0}
+    assert not {g.group for g in again} & {g.group for g in groups}
+
+
+def test_a_coordinator_restart_keeps_what_the_agent_loop_holds() -> None:
+    run, groups = started()
+    again = Run()
+    for record in run.records:
+        again.core.staleness.apply(record)
+        again.core.prompts.apply(record)
+    again.core = Coordinator(SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0)
+    again.instance("instance-0", version=0)
+    again.instance("instance-1", version=0)
+    again.trainer(published=0, wants=0)
+    held = [c.HeldGroup(group=g.group, on={g.instance: 4}) for g in groups[2:]]
+    held += [c.HeldGroup(group=g.group, done=done(g.group)) for g in groups[:2]]
+    said = again.hello("agent_loop", "agent-loop-0", c.AgentState(held=held))
+    (buffer,) = of(said, c.Buffer)
+    assert {g.group for g in buffer.groups} == {g.group for g in groups[:2]}
+    assert again.core.staleness.incarnation == run.core.staleness.incarnation
+
+
+def test_reservations_that_nobody_claims_return_to_the_queue() -> None:
+    run, groups = started()
+    again = Run()
+    for record in run.records:
+        again.core.staleness.apply(record)
+        again.core.prompts.apply(record)
+    again.core = Coordinator(SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0)
+    again.instance("instance-0", version=0)
+    again.trainer()
+    assert assigned(again.hello("agent_loop", "agent-loop-0", c.AgentState())) == []
+    again.now = CLAIM_GRACE_S
+    again.core.tick(again.now)
+    assert [g.prompt for g in assigned(again.settle())] == [g.prompt for g in groups]
+
+
+def test_a_new_trainer_is_a_new_incarnation_and_everybody_pulls_again() -> None:
+    run, groups = started()
+    said = run.trainer(nonce="b")
+    assert run.core.staleness.incarnation == 1
+    assert {(m.version, m.incarnation) for m in of(said, c.Pull)} == {(0, 1)}
+    assert sorted(g for m in of(said, c.GroupAbort) for g in m.groups) == [g.group for g in groups]
+    assert assigned(said) == []
+    again = assigned(run.pulled("instance-0", 0, incarnation=1))
+    assert [g.prompt for g in again] == [g.prompt for g in groups]
+    assert run.tell("trainer-0", c.Published(version=1, incarnation=0)) == []  # of the past: refused
+
+
+def test_a_repeated_question_gets_the_same_buffer() -> None:
+    run, groups = started()
+    for g in groups[:2]:
+        run.finish(g.group)
+    (first,) = of(run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0)), c.Buffer)
+    (second,) = of(run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0)), c.Buffer)
+    assert first.groups == second.groups
+
+
+def test_a_drain_asks_the_trainer_and_ends_when_it_is_done() -> None:
+    run, groups = started()
+    said = run.tell("supervisor", c.Drain(reason="SIGTERM", grace_s=30.0))
+    assert [name for name, m in said if isinstance(m, c.DrainNow)] == ["trainer-0"]
+    run.finish(groups[0].group)
+    assert assigned(run.finish(groups[1].group)) == []
+    said = run.tell("trainer-0", c.TrainerDone(version=0, drained=True))
+    assert {m.status for m in of(said, c.Shutdown)} == {"interrupted"}
+
+
+def test_nothing_beyond_the_last_step_is_reserved() -> None:
+    run, groups = started(steps=1, staleness=3)
+    assert len(groups) == 2
+    for g in groups:
+        run.finish(g.group)
+    assert assigned(run.settle()) == []
+
+
+@pytest.mark.parametrize(("who", "words"), [("trainer", "trainer"), ("nobody", "instance")])
+def test_a_start_that_takes_too_long_names_who_is_missing(who: str, words: str) -> None:
+    run = Run()
+    if who == "nobody":
+        run.trainer()
+    run.now = SETTINGS.startup_timeout_s + 1
+    run.core.tick(run.now)
+    assert run.core.ended is not None and run.core.ended.status == "failed" and words in run.core.ended.cause
+
+
+def test_a_supervisor_that_stays_away_ends_the_run() -> None:
+    run, _ = started()
+    run.hello("supervisor", "supervisor-rollout")
+    run.core.lost("supervisor-rollout", "gone", run.now)
+    run.core.tick(run.now + 1)
+    assert run.core.ended is None
+    run.core.tick(run.now + SETTINGS.missing_timeout_s)
+    assert run.core.ended is not None and "supervisor-rollout" in run.core.ended.cause
+
+
+def test_filtering_refills_the_batch() -> None:
+    """B=4, groups 1, 3 and 5 carry no signal: the batch is 2, 4, 6, 7, in that order, and their places are free again."""
+    run, groups = started(buffer_entries=4, staleness=0, steps=1)
+    run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0))
+    queue, batch, number = [g.group for g in groups], [], 0
+    kept: list[int] = []
+    while not batch:
+        number += 1
+        group = queue.pop(0)
+        if number in (1, 3, 5):
+            said = run.tell("agent-loop-0", c.GroupFailed(group=group, reason="filtered", detail="equal rewards", retry=False))
+        else:
+            kept.append(group)
+            said = run.finish(group)
+        queue += [g.group for g in assigned(said)]
+        batch = [g.group for m in of(said, c.Buffer) for g in m.groups]
+    assert number == 7 and batch == kept and len(batch) == 4
