@@ -166,7 +166,9 @@ class DataConfig:
     """A parquet or jsonl file in verl's columns: prompt (chat messages), data_source, reward_model.ground_truth."""
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     task: str | None = None
-    """A built-in synthetic task (digit_sum, longtail_copy) or your own as `module:object`; null when another source is used."""
+    """A built-in synthetic task (digit_sum, longtail_count) or your own as `module:object`; null when another source is used."""
+    task_params: dict[str, Any] = field(default_factory=dict)
+    """Parameters of `data.task`, passed as they are beside seed=data.seed."""
     prompt_key: str = "prompt"
     max_prompt_length: int = 1024
     max_response_length: int = 1024
@@ -228,6 +230,8 @@ class ActorConfig:
     """Groups an optimizer step; null: the whole buffer."""
     ppo_max_token_len_per_gpu: int = 16384
     """Token budget of a micro-batch: rows x longest row, padding included."""
+    use_shared_prompt: bool = True
+    """Compute the prompt once for several responses of a group where the model allows it and it saves work."""
     ppo_epochs: int = 1
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None

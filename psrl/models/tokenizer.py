@@ -36,6 +36,10 @@ class ChatTokenizer(Protocol):
         """Text of these ids without special tokens."""
         ...
 
+    def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """Text of each."""
+        ...
+
 
 def load_tokenizer(path: Path | str) -> ChatTokenizer:
     """The tokenizer of a model directory."""
@@ -79,6 +83,9 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        return self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=skip_special_tokens)
+
 
 class TransformersTokenizer:
     """`AutoTokenizer`, for models that have no `tokenizer.json`."""
@@ -101,6 +108,9 @@ class TransformersTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens) for ids in sequences]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -113,13 +113,14 @@ class Client:
         """
         deadline = self._clock() + timeout_s
         while True:
+            # Before reading: a send may swallow the descriptor's sign that something has arrived.
+            self._beat(self._clock())
             messages = self._drain()
             changed = self._follow_events()
             if self.broken is not None and self._socket is not None:
                 messages += self._drain()  # what the other side said last, before it went
                 self._drop(self.broken)
             now = self._clock()
-            self._beat(now)
             if messages or changed or now >= deadline:
                 return messages
             if self._socket is None:

@@ -13,6 +13,7 @@ import zmq
 
 from psrl.config.schema import FaultToleranceConfig
 from psrl.net.client import AsyncClient, Client
+from psrl.net.limits import new_context
 from psrl.net.link_state import CoordinatorGoneError, LinkState, Phase
 from psrl.protocol.control import FromCoordinator, Hello, Leaving, Welcome
 from psrl.rundir.endpoints import Endpoint, latest_endpoint
@@ -23,6 +24,8 @@ __all__ = ["COORDINATOR", "AsyncCoordinatorLink", "CoordinatorGoneError", "Coord
 
 COORDINATOR = "coordinator"
 """The name under which the coordinator publishes its endpoint."""
+
+_GOODBYE_S = 1.0  # longest wait for the last messages to leave
 
 
 class _Link:
@@ -39,19 +42,19 @@ class _Link:
         name: str,
         state: Callable[[], Any],
         limits: FaultToleranceConfig,
-        context: zmq.Context | None = None,
     ) -> None:
         self.run_dir, self.role, self.name = run_dir, role, name
         self.welcome: Welcome | None = None
         """The newest Welcome; None until the first."""
         self._snapshot = state
+        self._context = new_context()  # its own, so that a goodbye can be waited for
         self._client = Client(
             load_keys(run_dir, limits.hello_timeout_s),
             FromCoordinator,
             name=name,
             heartbeat_interval_s=limits.heartbeat_interval_s,
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
-            context=context,
+            context=self._context,
         )
         self._state = LinkState(limits, time.monotonic())
         self._pending: list[Any] = []
@@ -131,7 +134,8 @@ class _Link:
     def _close(self, reason: str | None) -> None:
         if reason is not None:
             self._send(Leaving(reason=reason))
-        self._client.close()
+        self._client.close(_GOODBYE_S)
+        self._context.term()
 
 
 class CoordinatorLink(_Link):

@@ -47,6 +47,7 @@ class SampleRef(msgspec.Struct, frozen=True, array_like=True):
 
     `tokens` holds prompt + response length of each sample, so that every rank can plan its micro-batches
     without reading any sample; a sample that may not be trained (no reward, empty response) counts 0.
+    `prompt_tokens` of these are the prompt's.
     """
 
     segment: str
@@ -54,3 +55,4 @@ class SampleRef(msgspec.Struct, frozen=True, array_like=True):
     length: int
     crc: int
     tokens: list[int]
+    prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Messages between trainer ranks that hold published weights and the instances that read them, and the layout of a shard.
+"""Messages between trainer ranks that hold published weights and the instances that read them; a shard's layout.
 
 Only bookkeeping travels here; the bytes are read straight out of the publisher's memory.
 """
@@ -9,7 +9,7 @@ import msgspec
 
 
 class ShardEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Rows [row_start, row_start + rows) of one tensor (dim 0), at bytes [offset, offset + nbytes) of the rank's payload.
+    """Rows [row_start, row_start + rows) of one tensor (dim 0), at bytes [offset, offset + nbytes) of its payload.
 
     A tensor without dimensions counts as one row. `dtype` is the name without its module ("bfloat16"), after the cast.
     """
@@ -32,7 +32,7 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
     entries: tuple[ShardEntry, ...]
 
 
-class WeightMessage(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+class WeightMessage(msgspec.Struct, array_like=True, kw_only=True, tag=True):
     """Base of every message here. `read` is the reader's own number for one attempt: a late answer is told by it."""
 
     read: int
@@ -83,7 +83,7 @@ FromPublisher = ReadGranted | ReadRefused
 
 
 class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The json beside a payload file of the filesystem channel. It is written last: where it stands, the payload is whole."""
+    """The json beside a payload file of the filesystem channel, written last: where it stands, the payload is whole."""
 
     version: int
     incarnation: int

@@ -289,7 +289,7 @@ class AgentLoop:
                 rewards = [r.reward for r in results if r.reward is not None]
                 done = c.GroupDone(
                     group=work.assignment.group,
-                    ref=SampleRef(segment, offset, length, crc, work.trainable_tokens(results)),
+                    ref=SampleRef(segment, offset, length, crc, work.trainable_tokens(results), len(work.prompt_ids)),
                     reward_mean=sum(rewards) / len(rewards),
                     response_tokens=sum(len(s.token_ids) for s in work.samples),
                 )

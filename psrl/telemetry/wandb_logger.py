@@ -26,7 +26,7 @@ from psrl.telemetry.metrics import STEP_KEY, TIME_KEY, MetricsTail, Row
 from psrl.telemetry.step_metrics import bucket_width
 
 POLL_S = 1.0
-FINISH_DEADLINE_S = 30.0
+FINISH_DEADLINE_S = 10.0
 READ_DEADLINE_S = 90.0
 """A file that another node has just written may stay invisible for a minute on NFS."""
 HISTOGRAMS: dict[str, Callable[[int], int]] = {

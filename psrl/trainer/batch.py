@@ -10,7 +10,8 @@ import torch
 
 from psrl.algorithms.advantages import GroupAdvantages, grpo_advantages
 from psrl.protocol.samples import Group, Sample
-from psrl.trainer.backends.base import MicroBatch
+from psrl.trainer.backends.base import MicroBatch, SharedLayout
+from psrl.trainer.rows import Row
 
 DUMMY_LENGTH = 2
 """Columns of a dummy micro-batch: the shortest row that has a token to predict."""
@@ -32,9 +33,9 @@ def index_samples(tokens: Sequence[Sequence[int]]) -> SampleIndex:
     )
 
 
-def groups_needed(rank_plan: Sequence[Sequence[int]], index: SampleIndex) -> list[int]:
-    """Groups that a rank must read: those with a sample in one of its micro-batches, in batch order."""
-    return sorted({index.group[i] for batch in rank_plan for i in batch})
+def groups_needed(rank_rows: Sequence[Sequence[Row]], index: SampleIndex) -> list[int]:
+    """Groups that a rank must read: those with a row in one of its micro-batches, in batch order."""
+    return sorted({index.group[row.samples[0]] for batch in rank_rows for row in batch})
 
 
 def group_advantages(group: Group, tokens: Sequence[int], norm_by_std: bool) -> GroupAdvantages:
@@ -45,7 +46,7 @@ def group_advantages(group: Group, tokens: Sequence[int], norm_by_std: bool) -> 
 
 
 def build_micro_batches(
-    rank_plan: Sequence[Sequence[int]],
+    rank_rows: Sequence[Sequence[Row]],
     index: SampleIndex,
     groups: Mapping[int, Group],
     advantages: Mapping[int, GroupAdvantages],
@@ -56,8 +57,7 @@ def build_micro_batches(
     Rows are right-padded with token 0. Raises ValueError, naming the group and sample, when a sample's arrays differ in
     length or a trainable token has a log-prob that is not finite.
     """
-    prompts = {position: np.frombuffer(group.prompt_ids, dtype="<i4") for position, group in groups.items()}
-    return [_build(batch, index, groups, prompts, advantages, device) for batch in rank_plan]
+    return [_build(batch, index, groups, advantages, device) if batch else _dummy(device) for batch in rank_rows]
 
 
 def count_loss_tokens(batches: Sequence[MicroBatch]) -> int:
@@ -66,49 +66,91 @@ def count_loss_tokens(batches: Sequence[MicroBatch]) -> int:
 
 
 def _build(
-    batch: Sequence[int],
+    batch: Sequence[Row],
     index: SampleIndex,
     groups: Mapping[int, Group],
-    prompts: Mapping[int, np.ndarray],
     advantages: Mapping[int, GroupAdvantages],
     device: torch.device | str,
 ) -> MicroBatch:
-    if not batch:
-        return _dummy(device)
-    positions = [(index.group[i], index.sample[i]) for i in batch]
-    samples = [groups[g].samples[s] for g, s in positions]
-    responses = np.array([_response_length(groups[g], s) for g, s in positions])
-    starts = np.array([len(prompts[g]) for g, _ in positions])
-    ends = starts + responses
-    column = np.arange(int(ends.max()))
-    token = column < ends[:, None]
-    response = token & (column >= starts[:, None])
+    """Write row after row into flat arrays, then place them into the padded grid by one boolean index."""
+    rows = [_Row.of(row, index, groups, advantages) for row in batch]
+    real = np.arange(max(row.length for row in rows)) < np.array([row.length for row in rows])[:, None]
 
-    input_ids = np.zeros(token.shape, dtype=np.int64)
-    input_ids[token] = np.frombuffer(
-        b"".join(part for (g, _), sample in zip(positions, samples, strict=True)
-                 for part in (groups[g].prompt_ids, sample.response_ids)),
-        dtype="<i4",
-    )  # fmt: skip
-    loss_mask = np.zeros(token.shape, dtype=np.bool_)
-    loss_mask[response] = np.frombuffer(b"".join(_mask_bytes(s) for s in samples), dtype=np.uint8) != 0
-    loss_mask[:, 0] = False  # nothing predicts the first token of a row (an empty prompt's first response token)
-    log_probs = np.zeros(token.shape, dtype=np.float32)
-    log_probs[response] = np.frombuffer(b"".join(s.logprobs for s in samples), dtype="<f4")
-    log_probs[~loss_mask] = 0.0
-    if not np.isfinite(log_probs).all():
-        g, s = positions[int(np.argmin(np.isfinite(log_probs).all(axis=1)))]
-        raise ValueError(f"sample {s} of group {groups[g].group} has a log-prob that is not finite")
-    row_advantages = np.array([advantages[g].advantages[s] for g, s in positions], dtype=np.float32)
-    valid = np.array([advantages[g].valid[s] for g, s in positions])
-    loss_mask &= valid[:, None]
+    def grid(parts: Sequence[np.ndarray], fill: float, dtype: type) -> torch.Tensor:
+        out = np.full(real.shape, fill, dtype=dtype)
+        out[real] = np.concatenate(parts)
+        return torch.from_numpy(out).to(device)
+
+    layout = None
+    if any(len(row.row.samples) > 1 for row in rows):
+        layout = SharedLayout(
+            positions=grid([row.positions for row in rows], 0, np.int64),
+            segments=grid([row.segments for row in rows], -1, np.int64),
+            predictors=grid([row.predictors for row in rows], 0, np.int64),
+        )
     return MicroBatch(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        attention_mask=torch.from_numpy(token).to(device),
-        loss_mask=torch.from_numpy(loss_mask).to(device),
-        advantages=torch.from_numpy(np.where(loss_mask, row_advantages[:, None], np.float32(0.0))).to(device),
-        rollout_log_probs=torch.from_numpy(log_probs).to(device),
+        input_ids=grid([row.tokens for row in rows], 0, np.int64),
+        attention_mask=torch.from_numpy(real).to(device),
+        loss_mask=grid([row.loss_mask for row in rows], False, np.bool_),
+        advantages=grid([row.advantages for row in rows], 0.0, np.float32),
+        rollout_log_probs=grid([row.log_probs for row in rows], 0.0, np.float32),
+        layout=layout,
     )
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row's arrays, prompt first; all of `length` elements."""
+
+    row: Row
+    tokens: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    predictors: np.ndarray
+    loss_mask: np.ndarray
+    log_probs: np.ndarray
+    advantages: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def of(
+        cls, row: Row, index: SampleIndex, groups: Mapping[int, Group], advantages: Mapping[int, GroupAdvantages]
+    ) -> _Row:
+        position = index.group[row.samples[0]]
+        group, scores = groups[position], advantages[position]
+        prompt = np.frombuffer(group.prompt_ids, dtype="<i4")
+        numbers = [index.sample[i] for i in row.samples]
+        samples = [group.samples[s] for s in numbers]
+        sizes = [_response_length(group, s) for s in numbers]
+        p, total = len(prompt), sum(sizes)
+
+        segments = np.concatenate([np.zeros(p, np.int64), np.repeat(np.arange(1, len(sizes) + 1), sizes)])
+        starts = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)  # where each response token's own response begins
+        inside = np.arange(total) - starts
+        predictors = np.concatenate([np.arange(p) - 1, np.where(inside == 0, p - 1, p + np.arange(total) - 1)])
+        mask = np.frombuffer(b"".join(_mask_bytes(s) for s in samples), dtype=np.uint8) != 0
+        mask = mask & np.repeat(scores.valid[numbers], sizes)
+        loss_mask = np.concatenate([np.zeros(p, np.bool_), mask])
+        if p == 0:
+            loss_mask[: min(1, total)] = False  # nothing predicts the first token of a row
+        log_probs = np.frombuffer(b"".join(s.logprobs for s in samples), dtype="<f4")
+        if not np.isfinite(log_probs[mask]).all():
+            bad = numbers[int(np.repeat(np.arange(len(sizes)), sizes)[mask & ~np.isfinite(log_probs)][0])]
+            raise ValueError(f"sample {bad} of group {group.group} has a log-prob that is not finite: its engine is at fault")
+        zeros = np.zeros(p, np.float32)
+        return cls(
+            row=row,
+            tokens=np.concatenate([prompt, np.frombuffer(b"".join(s.response_ids for s in samples), dtype="<i4")]),
+            positions=np.concatenate([np.arange(p), p + inside]),
+            segments=segments,
+            predictors=predictors,
+            loss_mask=loss_mask,
+            log_probs=np.concatenate([zeros, np.where(mask, log_probs, 0.0)]),
+            advantages=np.concatenate([zeros, np.where(mask, np.repeat(scores.advantages[numbers], sizes), 0.0)]),
+        )
 
 
 def _response_length(group: Group, position: int) -> int:

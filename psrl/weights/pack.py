@@ -27,7 +27,9 @@ def lay_out(shards: Iterable[WeightShard], rank: int, num_ranks: int, dtype: tor
         end = offset + nbytes
     twice = [name for name, times in Counter(entry.name for entry in entries).items() if times > 1]
     if twice:
-        raise ValueError(f"rank {rank} publishes {', '.join(twice[:5])} more than once; tied tensors are published once")
+        raise ValueError(
+            f"rank {rank} publishes {', '.join(twice[:5])} more than once; tied tensors are published once"
+        )
     return ShardLayout(rank, num_ranks, end, tuple(entries))
 
 
@@ -36,7 +38,9 @@ def pack(shards: Sequence[WeightShard], layout: ShardLayout, payload: torch.Tens
 
     ValueError if the shards are not those of the layout: what a rank publishes may not change during a run."""
     if [shard.name for shard in shards] != [entry.name for entry in layout.entries]:
-        raise ValueError(f"rank {layout.rank} publishes other tensors than at first; names and order are fixed for a run")
+        raise ValueError(
+            f"rank {layout.rank} publishes other tensors than at first; names and order are fixed for a run"
+        )
     for shard, entry in zip(shards, layout.entries, strict=True):
         part = payload[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype))
         if part.numel() != shard.local.numel() or shard.row_start != entry.row_start:

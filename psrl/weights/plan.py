@@ -98,6 +98,26 @@ def plan_pull(layouts: Sequence[ShardLayout], expected: Specs, place: Place = sa
     return PullPlan(nbytes, tuple(tensors.values()), tuple(segments), tuple(pieces))
 
 
+def windows(segments: Sequence[Segment], limit: int) -> list[list[Segment]]:
+    """The segments in order, cut and grouped into windows of at most `limit` bytes, so that a long transfer can be given
+    up between two of them. `windows([Segment(0, 0, 5)], 2)` gives windows of 2, 2 and 1 bytes."""
+    if limit <= 0:
+        raise ValueError(f"a window of {limit} bytes moves nothing; it must be positive")
+    groups: list[list[Segment]] = []
+    room = 0
+    for segment in segments:
+        done = 0
+        while done < segment.nbytes:
+            if room == 0:
+                groups.append([])
+                room = limit
+            nbytes = min(room, segment.nbytes - done)
+            groups[-1].append(Segment(segment.source + done, segment.target + done, nbytes))
+            done += nbytes
+            room -= nbytes
+    return groups
+
+
 def _rows(shape: tuple[int, ...]) -> int:
     return shape[0] if shape else 1
 
@@ -115,7 +135,9 @@ def _check_ranks(layouts: Sequence[ShardLayout]) -> None:
     ranks = [layout.rank for layout in layouts]
     sizes = {layout.num_ranks for layout in layouts}
     if ranks != list(range(len(layouts))) or sizes != {len(layouts)}:
-        raise ValueError(f"weights of ranks {ranks} were given, of worlds of {sorted(sizes)} ranks; each rank is needed once")
+        raise ValueError(
+            f"weights of ranks {ranks} were given, of worlds of {sorted(sizes)} ranks; each rank is needed once"
+        )
 
 
 def _check_names(layouts: Sequence[ShardLayout], expected: Specs, place: Place) -> None:
@@ -146,11 +168,15 @@ def _check_entry(entry: ShardEntry, tensor: StagedTensor, layout: ShardLayout, r
         )
     same = entry.full_shape[1:] == tensor.shape[1:] if renamed else entry.full_shape == tensor.shape
     if not same:
-        raise ValueError(f"{entry.name} is published as {entry.full_shape}, the engine needs {tensor.shape} of {tensor.name}")
+        raise ValueError(
+            f"{entry.name} is published as {entry.full_shape}, the engine needs {tensor.shape} of {tensor.name}"
+        )
     row_nbytes = prod(entry.full_shape[1:]) * tensor.dtype.itemsize
     inside = 0 <= entry.offset and entry.offset + entry.nbytes <= layout.nbytes
     if not inside or entry.rows < 0 or entry.nbytes != entry.rows * row_nbytes:
-        raise ValueError(f"{entry.name} of rank {layout.rank} does not lie inside its payload of {layout.nbytes} bytes: {entry}")
+        raise ValueError(
+            f"{entry.name} of rank {layout.rank} does not lie inside its payload of {layout.nbytes} bytes: {entry}"
+        )
 
 
 def _check_cover(name: str, rows: int, spans: list[tuple[int, int]]) -> None:
@@ -159,7 +185,9 @@ def _check_cover(name: str, rows: int, spans: list[tuple[int, int]]) -> None:
         if start > position:
             raise ValueError(f"rows {position}..{start - 1} of {name} ({rows} rows) are published by no rank")
         if start < position:
-            raise ValueError(f"rows {start}..{position - 1} of {name} ({rows} rows) are published more than once or beyond its end")
+            raise ValueError(
+                f"rows {start}..{position - 1} of {name} ({rows} rows) are published more than once or beyond its end"
+            )
         position = end
 
 

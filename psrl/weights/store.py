@@ -43,6 +43,8 @@ class SlotTable:
 
     def __init__(self) -> None:
         self.slots = (Slot(0), Slot(1))
+        self.revoked: dict[str, float] = {}
+        """Readers that lost their slot and have not left yet (-> end of lease): they still need progress to notice."""
 
     @property
     def newest(self) -> Slot | None:
@@ -69,6 +71,7 @@ class SlotTable:
             )
         slot = self.target()
         revoked = tuple(slot.readers)
+        self.revoked.update(slot.readers)
         slot.readers.clear()
         slot.state, slot.version, slot.incarnation = SlotState.WRITING, version, incarnation
         slot.sequence += 1
@@ -85,9 +88,11 @@ class SlotTable:
         slot.sequence += 1
 
     def open(self, version: int, incarnation: int, reader: str, lease_end_s: float) -> Slot:
-        """Pin the slot of this version for `reader` until `lease_end_s`. VersionNotHeld if no slot holds it whole."""
+        """Pin the slot of this version for `reader` until `lease_end_s`; a reader has one slot at a time. VersionNotHeld if
+        no slot holds it whole."""
         for slot in self.slots:
             if slot.state is SlotState.READY and slot.age == (incarnation, version):
+                self.close(reader)
                 slot.readers[reader] = lease_end_s
                 return slot
         held = ", ".join(
@@ -95,23 +100,25 @@ class SlotTable:
             for slot in sorted(self.slots, key=lambda slot: slot.age)
             if slot.state is SlotState.READY
         )
-        raise VersionNotHeld(f"version {version} of incarnation {incarnation} is not held here (held: {held or 'none'})")
+        raise VersionNotHeld(
+            f"version {version} of incarnation {incarnation} is not held here (held: {held or 'none'})"
+        )
 
     def close(self, reader: str) -> None:
         """Unpin; a reader that is unknown (expired, revoked) is fine."""
-        for slot in self.slots:
-            slot.readers.pop(reader, None)
+        for leases in self._leases():
+            leases.pop(reader, None)
 
     def expire(self, now_s: float) -> tuple[str, ...]:
         """Unpin the readers whose lease is over; returns them."""
-        gone = tuple(reader for slot in self.slots for reader, end in slot.readers.items() if end <= now_s)
+        gone = tuple(reader for leases in self._leases() for reader, end in leases.items() if end <= now_s)
         for reader in gone:
             self.close(reader)
         return gone
 
     def num_readers(self) -> int:
-        return sum(len(slot.readers) for slot in self.slots)
+        """Readers that have neither left nor expired, those without a slot included."""
+        return sum(map(len, self._leases()))
 
-    def next_expiry_s(self) -> float | None:
-        """When the next lease ends, None without readers."""
-        return min((end for slot in self.slots for end in slot.readers.values()), default=None)
+    def _leases(self) -> tuple[dict[str, float], ...]:
+        return self.slots[0].readers, self.slots[1].readers, self.revoked

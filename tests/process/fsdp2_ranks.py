@@ -33,6 +33,7 @@ from psrl.trainer.batch import (
     index_samples,
 )
 from psrl.trainer.micro_batches import plan_micro_batches, trainable_samples
+from psrl.trainer.rows import separate_rows, shared_rows
 
 VOCABULARY = 131  # odd: two ranks hold 66 and 65 rows
 
@@ -78,15 +79,20 @@ def make_groups(step: int, num_groups: int = 3, size: int = 3) -> list[Group]:
     ]  # fmt: skip
 
 
-def make_batches(groups: list[Group], rank: int, world_size: int, cap: int) -> list[MicroBatch]:
+def make_batches(groups: list[Group], rank: int, world_size: int, cap: int, shared: bool = False) -> list[MicroBatch]:
     tokens = [
         [0 if s.reward is None else (len(g.prompt_ids) + len(s.response_ids)) // 4 for s in g.samples] for g in groups
     ]
-    plan = plan_micro_batches(trainable_samples(tokens).lengths, world_size, cap, micro_batch_cost=10**6)
     index = index_samples(tokens)
-    needed = groups_needed(plan.ranks[rank], index)
+    lengths = trainable_samples(tokens).lengths
+    rows = separate_rows(lengths)
+    if shared:
+        rows = shared_rows(lengths, index.group, [len(g.prompt_ids) // 4 for g in groups], hidden_size=64, max_tokens=cap)
+    plan = plan_micro_batches([row.length for row in rows], world_size, cap, micro_batch_cost=10**6)
+    mine = [[rows[i] for i in batch] for batch in plan.ranks[rank]]
+    needed = groups_needed(mine, index)
     advantages = {g: group_advantages(groups[g], tokens[g], True) for g in needed}
-    return build_micro_batches(plan.ranks[rank], index, {g: groups[g] for g in needed}, advantages)
+    return build_micro_batches(mine, index, {g: groups[g] for g in needed}, advantages)
 
 
 def train_step(backend: FSDP2Backend, step: int, cap: int = 1024) -> dict[str, float]:

@@ -48,6 +48,13 @@ def until(condition: Callable[[], Any]) -> Any:
     return value
 
 
+def output_of(code: str, *arguments: object) -> str:
+    argv = python(code, *arguments)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=environment())
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 def next_event(children: Children) -> ChildEvent:
     (event,) = until(lambda: children.poll(1.0))
     return event
@@ -176,7 +183,8 @@ PROBE = """
     ignored = int(next(line for line in open("/proc/self/status") if line.startswith("SigIgn")).split()[1], 16)
     blocked = int(next(line for line in open("/proc/self/status") if line.startswith("SigBlk")).split()[1], 16)
     print(json.dumps({
-        "usr2_ignored": bool(ignored >> (signal.SIGUSR2 - 1) & 1), "blocked": blocked, "leader": os.getsid(0) == os.getpid(),
+        "usr2_ignored": bool(ignored >> (signal.SIGUSR2 - 1) & 1), "blocked": blocked,
+        "leader": os.getsid(0) == os.getpid(),
         "group": os.getpgid(0) == os.getpid(), "cores": sorted(os.sched_getaffinity(0)),
         "oom": int(open("/proc/self/oom_score_adj").read()), "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "stdin": os.read(0, 1).decode(), "cwd": os.getcwd(),
@@ -284,14 +292,8 @@ TERMINATOR = """
 
 @process_test
 def test_terminate_ends_everything_below_and_nothing_else(tmp_path: Path) -> None:
-    result = subprocess.run(
-        python(TERMINATOR, tmp_path, textwrap.dedent(STUBBORN)),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=environment(),
-    )
-    assert result.stdout.splitlines() == ["[] signal SIGTERM / signal SIGKILL None", "-9"], result.stderr
+    output = output_of(TERMINATOR, tmp_path, textwrap.dedent(STUBBORN))
+    assert output.splitlines() == ["[] signal SIGTERM / signal SIGKILL None", "-9"]
     pids = [int(line) for line in (tmp_path / "stubborn.log").read_text().splitlines()]
     assert len(pids) == 2 and not any(map(alive, pids))
 
@@ -313,8 +315,5 @@ def test_reaping_takes_orphans_and_leaves_the_children_of_others(tmp_path: Path)
             time.sleep(0.01)
         print(len(reaped), known.wait(), other.wait())
     """
-    result = subprocess.run(
-        python(code, tmp_path / "log"), capture_output=True, text=True, timeout=DEADLINE_S, env=environment()
-    )
-    assert result.stdout.split() == ["1", "6", "5"], result.stderr
+    assert output_of(code, tmp_path / "log").split() == ["1", "6", "5"]
     assert reap_orphans([]) == []

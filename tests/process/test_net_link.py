@@ -37,10 +37,11 @@ COORDINATOR_PROCESS = """
     from psrl.rundir.keys import load_keys
     from psrl.rundir.layout import RunDir
     run, epoch, port = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
-    server = Server(load_keys(run), "127.0.0.1", ToCoordinator, epoch=epoch, greeting=Hello, preferred_port=port or None,
-                    heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0)
+    server = Server(load_keys(run), "127.0.0.1", ToCoordinator, epoch=epoch, greeting=Hello,
+                    preferred_port=port or None, heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0)
     if sys.argv[4] == "publish":
-        publish_next_endpoint(run, "coordinator", Endpoint(address=server.endpoint, node="n", pid=os.getpid(), epoch=epoch))
+        endpoint = Endpoint(address=server.endpoint, node="n", pid=os.getpid(), epoch=epoch)
+        publish_next_endpoint(run, "coordinator", endpoint)
     print(server.endpoint, flush=True)
     while True:
         for peer, message in server.poll(1.0):
@@ -150,7 +151,7 @@ def test_after_sigkill_the_next_generation_is_found_and_told_everything(
     assert poll_until(link, is_ack) == [GroupAck(groups=[1])]
     coordinators.kill(first)
     port = int(coordinators.endpoint.rpartition(":")[2]) if same_port else 0
-    # With its old port back it is found although no new endpoint is seen (directories are cached on network filesystems).
+    # With its old port back it is found although no new endpoint is seen (network filesystems cache directories).
     coordinators.start(epoch=2, port=port, publish="no" if same_port else "publish")
     welcome, ack = poll_until(link, is_ack)
     assert (welcome.epoch, ack) == (2, GroupAck(groups=[2]))
@@ -192,21 +193,30 @@ def test_a_role_that_never_meets_a_coordinator_says_so(coordinators: Coordinator
         link.open()
 
 
-def test_a_goodbye_arrives(coordinators: Coordinators, tmp_path: Path) -> None:
+ROLE_PROCESS = """
+    import sys
+    from pathlib import Path
+    from psrl.config.schema import FaultToleranceConfig
+    from psrl.net.link import CoordinatorLink
+    from psrl.rundir.layout import RunDir
+    link = CoordinatorLink(RunDir(Path(sys.argv[1])), "agent", "agent-0", lambda: None, FaultToleranceConfig())
+    link.open()
+    link.close("done")
+"""
+
+
+def test_a_goodbye_arrives_although_the_process_ends_at_once(coordinators: Coordinators) -> None:
     run_dir = coordinators.run_dir
     server = Server(create_keys(run_dir), "127.0.0.1", ToCoordinator, epoch=1, greeting=Hello)
     publish_next_endpoint(run_dir, "coordinator", Endpoint(address=server.endpoint, node="n", pid=1, epoch=1))
-    link = open_link(coordinators, LIMITS)
+    role = subprocess.Popen([sys.executable, "-c", textwrap.dedent(ROLE_PROCESS), str(run_dir.path)])
     end, received = time.monotonic() + DEADLINE_S, []
     while Leaving(reason="done") not in received and time.monotonic() < end:
-        for peer, message in server.poll(0.05):
+        for peer, message in server.poll(0.5):
             received.append(message)
             if isinstance(message, Hello):
                 server.send(peer, Welcome(epoch=1, incarnation=1, hello_sent_s=message.sent_s, now_s=0.0))
-        if link.connected:
-            link.close("done")
-        else:
-            link.poll(0.05)
+    assert role.wait(DEADLINE_S) == 0
     server.close(0.0)
     assert [type(message) for message in received] == [Hello, Leaving]
 

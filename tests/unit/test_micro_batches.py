@@ -14,6 +14,7 @@ from psrl.trainer.batch import (
     groups_needed,
     index_samples,
 )
+from psrl.trainer.rows import Row, shared_rows
 from psrl.trainer.micro_batches import TOKEN_LIMIT_KEY, mini_batches, plan_micro_batches, trainable_samples
 
 pytestmark = pytest.mark.unit
@@ -138,9 +139,15 @@ TOKENS = [[3, 5], [3, 0, 2]]
 
 def build(rank_plan, groups=GROUPS, tokens=TOKENS):
     index = index_samples(tokens)
-    needed = groups_needed(rank_plan, index)
+    rows = rows_of(rank_plan)
+    needed = groups_needed(rows, index)
     advantages = {g: group_advantages(groups[g], tokens[g], norm_by_std=False) for g in needed}
-    return build_micro_batches(rank_plan, index, {g: groups[g] for g in needed}, advantages)
+    return build_micro_batches(rows, index, {g: groups[g] for g in needed}, advantages)
+
+
+def rows_of(rank_plan):
+    """A row for each sample, or one for each tuple of samples."""
+    return [[Row(i if isinstance(i, tuple) else (i,), 0) for i in batch] for batch in rank_plan]
 
 
 def test_micro_batch_tensors_by_hand():
@@ -156,6 +163,34 @@ def test_micro_batch_tensors_by_hand():
     assert first.old_log_probs is None
 
 
+def test_responses_that_share_a_prompt_by_hand():
+    (batch,) = build([((0, 1), 4)])
+    layout = batch.layout
+    assert layout is not None
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6], [9, 7, 0, 0, 0, 0]]
+    assert layout.segments.tolist() == [[0, 0, 1, 2, 2, 2], [0, 1, -1, -1, -1, -1]]
+    assert layout.positions.tolist() == [[0, 1, 2, 2, 3, 4], [0, 1, 0, 0, 0, 0]]
+    assert layout.predictors.tolist() == [[-1, 0, 1, 1, 3, 4], [-1, 0, 0, 0, 0, 0]]
+    assert batch.loss_mask.tolist() == [[False, False, True, True, False, True], [False, True] + [False] * 4]
+    assert batch.rollout_log_probs.tolist() == [[0, 0, -0.5, -1, 0, -3], [0, -4, 0, 0, 0, 0]]
+    assert batch.advantages.tolist() == [[0, 0, -0.5, 0.5, 0, 0.5], [0, 1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompts", "max_tokens", "expected"),
+    [
+        ([4, 5, 6], [3, 3], 100, [Row((0, 1), 6), Row((2,), 6)]),
+        ([5, 4, 6], [3, 3], 100, [Row((1, 0), 6), Row((2,), 6)]),  # shortest response first
+        ([4, 5, 0], [3, 3], 5, [Row((0,), 4), Row((1,), 5)]),  # both would be 6 > 5
+        ([0, 0, 0], [3, 3], 100, []),
+        ([1003, 1003, 6], [3, 3], 9999, [Row((0,), 1003), Row((1,), 1003), Row((2,), 6)]),  # attention would cost more
+        ([2, 3, 6], [0, 3], 100, [Row((0,), 2), Row((1,), 3), Row((2,), 6)]),  # an empty prompt has nothing to share
+    ],
+)
+def test_shared_rows(lengths, prompts, max_tokens, expected):
+    assert shared_rows(lengths, [0, 0, 1], prompts, hidden_size=64, max_tokens=max_tokens) == expected
+
+
 def test_a_dummy_micro_batch_has_tokens_but_nothing_to_train():
     (dummy,) = build([()])
     assert dummy.input_ids.shape == (1, 2)
@@ -163,8 +198,8 @@ def test_a_dummy_micro_batch_has_tokens_but_nothing_to_train():
 
 
 def test_a_rank_needs_only_the_groups_of_its_samples():
-    assert groups_needed([(1,), (0,), ()], index_samples(TOKENS)) == [0]
-    assert groups_needed([(4, 0)], index_samples(TOKENS)) == [0, 1]
+    assert groups_needed(rows_of([(1,), (0,), ()]), index_samples(TOKENS)) == [0]
+    assert groups_needed(rows_of([(4, 0)]), index_samples(TOKENS)) == [0, 1]
 
 
 def test_an_empty_prompt_does_not_train_the_first_token():

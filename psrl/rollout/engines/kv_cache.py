@@ -131,7 +131,7 @@ class SlotCache(Cache):
         if rows > step.row_capacity:
             step.row_capacity = min(self._max_rows, max(rows, 2 * step.row_capacity))
         if length > step.length_capacity:
-            wanted = max(length, step.length_capacity * 3 // 2)
+            wanted = max(length, step.length_capacity * 5 // 4)
             step.length_capacity = min(self._max_length, -(-wanted // LENGTH_CHUNK) * LENGTH_CHUNK)
         for layer in self._slots:
             layer.grow()

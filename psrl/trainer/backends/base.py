@@ -21,12 +21,25 @@ class WeightShard:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedLayout:
+    """All int64 [rows, length]. `positions`: of each token in its own sequence. `segments`: 0 for the prompt, 1, 2, ...
+    for the responses, -1 for padding; a token attends to earlier tokens of the prompt and of its own segment.
+    `predictors`: the column whose output predicts this token (the one before it, or the prompt's last)."""
+
+    positions: torch.Tensor
+    segments: torch.Tensor
+    predictors: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Right-padded rows of one rank. All of shape [rows, length]; `input_ids` int64, the masks bool, the rest float32.
 
     `loss_mask` marks response tokens that may be trained. Column t of `old_log_probs`, `rollout_log_probs`,
     `advantages` and `loss_mask` belongs to the token `input_ids[:, t]`, predicted from the tokens before it (column 0
     is never a target: its mask is 0). A dummy micro-batch (another rank has one more) has an all-zero mask.
+
+    Where rows hold several responses behind one prompt (`trainer.rows`), `layout` says how the tokens belong together.
     """
 
     input_ids: torch.Tensor
@@ -35,6 +48,7 @@ class MicroBatch:
     advantages: torch.Tensor
     rollout_log_probs: torch.Tensor
     old_log_probs: torch.Tensor | None = None
+    layout: SharedLayout | None = None
 
 
 LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -43,6 +57,9 @@ LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torc
 class TrainBackend(Protocol):
     rank: int
     world_size: int
+    hidden_size: int
+    can_share_prompts: bool
+    """Rows may hold several responses behind one prompt (`MicroBatch.layout`)."""
 
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """log p(token t | tokens before t) at the sampling temperature, no gradient, float32 [rows, length], 0 where

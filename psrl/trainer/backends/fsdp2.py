@@ -5,6 +5,7 @@ Rows are right-padded, so a causal model needs no padding mask: no real token ev
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -28,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
-from psrl.trainer.backends.base import LossFn, MicroBatch, WeightShard
+from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,15 @@ class FSDP2Backend:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.steps = 0
         """Optimizer steps taken so far, over all restarts."""
+        self.hidden_size = int(model.config.hidden_size)
+        self.can_share_prompts = _can_share_prompts(model)
         self._device = device
         self._lr, self._warmup_steps = actor.optim.lr, actor.optim.lr_warmup_steps
         self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
-        self._targets: torch.Tensor | None = None
+        self._predictors: torch.Tensor | None = None
         self._model = model.eval()
         layers = _decoder_layers(model)
-        _output_layer(model).register_forward_pre_hook(self._keep_targets)
+        _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
         compute_dtype = _dtype(actor.mixed_precision)
@@ -163,21 +166,21 @@ class FSDP2Backend:
     def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
-        self._targets = targets
+        self._predictors = _predictors(batch, targets)
         try:
-            logits = self._model(input_ids=batch.input_ids, use_cache=False).logits
+            logits = self._model(input_ids=batch.input_ids, use_cache=False, **_shared_inputs(batch.layout)).logits
         finally:
-            self._targets = None
+            self._predictors = None
         tokens = batch.input_ids.flatten()[targets]
         log_probs = token_log_probs(logits, tokens, self.temperature)
         grid = log_probs.new_zeros(batch.input_ids.numel()).index_copy(0, targets, log_probs)
         return grid.view(batch.input_ids.shape)
 
-    def _keep_targets(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places *before* the n targets."""
-        if self._targets is None:
+    def _keep_predictors(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places that predict the n targets."""
+        if self._predictors is None:
             return None
-        return (args[0].flatten(0, 1).index_select(0, self._targets - 1), *args[1:])
+        return (args[0].flatten(0, 1).index_select(0, self._predictors), *args[1:])
 
     def _clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._grad_clip)
@@ -215,6 +218,33 @@ class FSDP2Backend:
             state[f"exp_avg.{name}"] = moments["exp_avg"]
             state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
         return state
+
+
+def _can_share_prompts(model: PreTrainedModel) -> bool:
+    """Full attention in every layer through a kernel that takes any mask, and positions that may be given."""
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    known = "position_ids" in inspect.signature(model.forward).parameters
+    return known and kinds == {"full_attention"} and window is None and config._attn_implementation == "sdpa"
+
+
+def _predictors(batch: MicroBatch, targets: torch.Tensor) -> torch.Tensor:
+    """Flat places [n] whose output predicts the tokens at flat places `targets` [n]."""
+    if batch.layout is None:
+        return targets - 1
+    length = batch.input_ids.shape[1]
+    return targets - targets % length + batch.layout.predictors.flatten()[targets]
+
+
+def _shared_inputs(layout: SharedLayout | None) -> dict[str, torch.Tensor]:
+    """Positions and attention mask (bool [rows, 1, length, length], True: attend) for rows that share prompts."""
+    if layout is None:
+        return {}
+    segments = layout.segments
+    earlier = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
+    related = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
+    return {"position_ids": layout.positions, "attention_mask": (related & earlier)[:, None]}
 
 
 def _dtype(name: str) -> torch.dtype:

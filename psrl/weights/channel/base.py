@@ -13,7 +13,7 @@ from psrl.weights.plan import PullPlan
 
 
 class PullError(Exception):
-    """A pull failed and staged nothing. `retryable` is False when the same pull can never succeed (names, shapes, dtypes)."""
+    """A pull failed and staged nothing. Not `retryable`: it can never succeed (names, shapes or dtypes differ)."""
 
     def __init__(self, cause: str, retryable: bool = True) -> None:
         super().__init__(cause)
@@ -23,7 +23,7 @@ class PullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What one `publish` did: bytes packed, seconds packing, seconds waiting for readers, readers the slot was taken from."""
+    """What one `publish` did: bytes packed, seconds packing and waiting for readers, readers that lost their slot."""
 
     nbytes: int
     pack_s: float
@@ -52,10 +52,10 @@ class StagedWeights:
         return sum(tensor.nbytes for tensor in self.plan.tensors)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of every tensor of the engine, whole, in its shape and dtype; no copy. RuntimeError when stale."""
+        """(name, tensor) of each tensor of the engine, whole, in its shape and dtype; no copy. RuntimeError if stale."""
         for staged in self.plan.tensors:
             if not self.valid:
-                raise RuntimeError(f"staged weights {self.version} were given up for a newer pull; take them before the next pull")
+                raise RuntimeError(f"staged weights {self.version} are gone: another pull has begun since")
             flat = self.buffer[staged.offset : staged.offset + staged.nbytes]
             yield staged.name, flat.view(staged.dtype).view(staged.shape)
 
@@ -72,7 +72,8 @@ class WeightPublisher(Protocol):
 
     def publish(self, version: int, incarnation: int, shards: Iterable[WeightShard]) -> Publication:
         """Make this rank's part of (incarnation, version) readable; on return it is whole. The version before stays
-        readable, older ones go. ValueError if the version is not newer or the tensors are not those of the first call."""
+        readable, older ones go. ValueError if the version is not newer, or the tensors are not those of the first call.
+        """
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """Weights through files in the run directory: slower than memory, but needs nothing except the shared filesystem.
 
-Each rank writes `v<incarnation>-<version>-r<rank>.bin` and, last, the `.json` beside it: a version is whole when the json
-of every rank stands there. Names are never reused. Nothing is fsynced: a version that a crash loses is published again
+Each rank writes `v<incarnation>-<version>-r<rank>.bin` and, last, the `.json` beside it: a version is whole when
+the json of every rank stands there. Names are never reused. Nothing is fsynced: a version that a crash loses is published again
 under a new incarnation, and readers trust the checksum, not the file.
 """
 
@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from psrl.protocol.weights import ShardFile, ShardLayout
+from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import Publication, PullError, StagedWeights
 from psrl.weights.pack import lay_out, pack
@@ -45,9 +46,9 @@ def _held(directory: Path, rank: int, suffix: str) -> list[tuple[int, int]]:
 class FilesystemPublisher:
     """One trainer rank's side; see WeightPublisher."""
 
-    def __init__(self, run_dir: Path, rank: int, num_ranks: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, run_dir: RunDir, rank: int, num_ranks: int, dtype: torch.dtype | None = None) -> None:
         self.transport = TRANSPORT
-        self._directory = run_dir / "weights"
+        self._directory = run_dir.weights
         self._rank, self._num_ranks, self._dtype = rank, num_ranks, dtype
         self._layout: ShardLayout | None = None
         self._payload = torch.empty(0, dtype=torch.uint8)
@@ -69,7 +70,7 @@ class FilesystemPublisher:
             self._payload = torch.empty(self._layout.nbytes, dtype=torch.uint8)
         found = pack(given, self._layout, self._payload)
         with _path(self._directory, version, incarnation, self._rank, "bin").open("xb") as file:
-            file.write(memoryview(self._payload.numpy()))
+            file.write(self._payload.numpy().data)
         marker = _path(self._directory, version, incarnation, self._rank, "json")
         text = msgspec.json.encode(
             ShardFile(version=version, incarnation=incarnation, checksum=found, layout=self._layout)
@@ -96,10 +97,10 @@ class FilesystemPuller:
     """An instance's side; see WeightPuller. A file that is not there yet, short or wrong is looked at again until the
     deadline: a shared filesystem may show names and lengths late."""
 
-    def __init__(self, run_dir: Path, expected: Specs, place: Place = same_place) -> None:
+    def __init__(self, run_dir: RunDir, expected: Specs, place: Place = same_place) -> None:
         self.transport = TRANSPORT
         self.on_progress: Callable[[int], None] | None = None
-        self._directory = run_dir / "weights"
+        self._directory = run_dir.weights
         self._staging = Staging(expected, place)
         self._cancelled = threading.Event()
 
@@ -126,7 +127,7 @@ class FilesystemPuller:
         first = self._marker(version, incarnation, 0)
         files = [first, *(self._marker(version, incarnation, rank) for rank in range(1, first.layout.num_ranks))]
         self._staging.prepare([file.layout for file in files])
-        into = memoryview(self._staging.buffer.numpy())
+        into = self._staging.buffer.numpy().data
         arrived = 0
         for rank, file in enumerate(files):
             path = _path(self._directory, version, incarnation, rank, "bin")

@@ -1,0 +1,167 @@
+"""Which model a run trains, as a directory on this node, and what generation must know of it. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from psrl.config.errors import ConfigError
+from psrl.config.schema import Config
+from psrl.models.tokenizer import load_tokenizer
+from psrl.rundir.layout import RunDir
+from psrl.rundir.publish import publish, read_published
+from psrl.tasks.prepare import context_length
+from psrl.tasks.registry import build_task, task_spec
+
+TINY, SMOLLM2, HF = "tiny", "smollm2_135m", "hf"
+PRACTICE_SEED = 1_000_003
+"""Added to data.seed for the warm start's own items."""
+
+
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A Hugging Face directory with weights in safetensors."""
+
+    path: Path
+    eos_token_ids: tuple[int, ...]
+    """Every token that ends a response: of generation_config.json, config.json and the tokenizer."""
+    pad_token_id: int
+    context: int | None
+    """The model's own max_position_embeddings."""
+
+
+class _Record(msgspec.Struct, kw_only=True):
+    name: str
+    path: str | None
+
+
+def resolve_model(config: Config, run_dir: RunDir) -> ModelSource:
+    """Find or make the configured model, and leave a note in the run directory for `run_model`.
+
+    model.path wins; tiny is made once in the run directory, smollm2_135m once a node and user. Doing it again is cheap.
+    Raises ConfigError with one sentence if there is no such model.
+    """
+    name = HF if config.model.path is not None else config.model.name
+    if name == TINY:
+        record = _Record(name=TINY, path=str(_tiny(config, run_dir)))
+    elif name == SMOLLM2:
+        record = _Record(name=SMOLLM2, path=None)  # every node has its own copy
+    elif config.model.path is not None:
+        record = _Record(name=HF, path=str(_checked(Path(config.model.path).expanduser().absolute())))
+    elif name == HF:
+        raise ConfigError("model.name=hf needs model.path: the directory of a Hugging Face model.")
+    else:
+        raise ConfigError(f"model.name={name} is unknown: allowed are {TINY}, {SMOLLM2}, or {HF} with model.path.")
+    source = _find(record)
+    _refuse_short_context(source, config)
+    note = _note(run_dir)
+    if not note.exists():
+        publish(note, msgspec.json.encode(record))
+    return source
+
+
+def run_model(run_dir: RunDir) -> ModelSource:
+    """The model of a run that `resolve_model` prepared, on whatever node this is."""
+    return _find(msgspec.json.decode(read_published(_note(run_dir)), type=_Record))
+
+
+def describe_model(path: Path) -> ModelSource:
+    """What generation must know of a model directory. Raises ConfigError if the directory is none or is incomplete."""
+    _checked(path)
+    settings, generation = _json(path / "config.json"), _json(path / "generation_config.json")
+    text = settings.get("text_config") or settings
+    tokenizer = load_tokenizer(path)
+    ids = [*_ids(generation.get("eos_token_id")), *_ids(text.get("eos_token_id")), *_ids(tokenizer.eos_token_id)]
+    if not ids:
+        raise ConfigError(f"The model in {path} names no end-of-text token: set eos_token_id in its generation_config.json.")
+    pad = [*_ids(tokenizer.pad_token_id), *_ids(text.get("pad_token_id")), ids[0]]
+    return ModelSource(
+        path=path,
+        eos_token_ids=tuple(dict.fromkeys(ids)),
+        pad_token_id=pad[0],
+        context=text.get("max_position_embeddings"),
+    )
+
+
+def make_directory_once(final: Path, fill: Callable[[Path], None]) -> Path:
+    """`final`, made by `fill` in a sibling and renamed into place: it is whole or not there. If another process was
+    faster, its directory is used."""
+    if final.is_dir():
+        return final
+    incoming = final.with_name(f".{final.name}.{secrets.token_hex(6)}.tmp")
+    incoming.mkdir(parents=True, mode=0o700)
+    try:
+        fill(incoming)
+        try:
+            incoming.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
+    return final
+
+
+def _tiny(config: Config, run_dir: RunDir) -> Path:
+    def build(directory: Path) -> None:
+        from psrl.models.tiny import build_tiny
+
+        spec = task_spec(config)
+        task, practice = build_task(spec), build_task(spec.with_seed(spec.seed + PRACTICE_SEED))
+        build_tiny(config.model.tiny, task, practice, directory, context_length(config))
+
+    return make_directory_once(run_dir.path / "model", build)
+
+
+def _find(record: _Record) -> ModelSource:
+    if record.name == SMOLLM2:
+        from psrl.models.smollm2 import cached_smollm2
+
+        return describe_model(cached_smollm2())
+    assert record.path is not None
+    return describe_model(Path(record.path))
+
+
+def _checked(path: Path) -> Path:
+    if not path.is_dir():
+        raise ConfigError(f"model.path={path} is not a directory: give a Hugging Face model directory that every node can read.")
+    missing = [name for name in ("config.json",) if not (path / name).is_file()]
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        missing.append("a tokenizer (tokenizer.json)")
+    if next(path.glob("*.safetensors"), None) is None:
+        missing.append("weights (*.safetensors)")
+    if missing:
+        raise ConfigError(f"model.path={path} lacks {', '.join(missing)}: give a Hugging Face model directory with weights in safetensors.")
+    return path
+
+
+def _refuse_short_context(source: ModelSource, config: Config) -> None:
+    wanted = context_length(config)
+    if source.context is not None and wanted > source.context:
+        raise ConfigError(
+            f"The model reads at most {source.context} tokens, but {wanted} are asked for: lower data.max_prompt_length, "
+            "data.max_response_length or gen_actor_rollout_ref.rollout.max_model_len."
+        )
+
+
+def _note(run_dir: RunDir) -> Path:
+    return run_dir.data / "model.json"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from error
+
+
+def _ids(value: Any) -> list[int]:
+    """An id, a list of ids or nothing."""
+    return [] if value is None else list(value) if isinstance(value, list) else [value]

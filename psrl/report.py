@@ -1,0 +1,66 @@
+"""`python -m psrl.report RUN_DIR`: `summary.json` and the page `report/index.html` of a run, finished or not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from psrl.audit import AuditReport, audit
+from psrl.coordinator.ledger import LedgerError, replay
+from psrl.rundir.layout import RunDir
+from psrl.rundir.publish import write_atomic
+from psrl.telemetry.page import render_page
+from psrl.telemetry.record import configuration, load_run
+
+
+def write_report(run_dir: RunDir) -> Path:
+    """Write `summary.json` and `report/index.html`, and return the page's path.
+
+    Works at any time of a run's life; doing it again replaces both. Raises FileNotFoundError, naming it, if there is no
+    such run directory. A ledger that cannot be read is told on the page.
+    """
+    counts, text = _ledger(run_dir)
+    record = load_run(run_dir.path, counts, text)
+    page = run_dir.report / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir.summary, json.dumps(record.summary, indent=1).encode() + b"\n")
+    write_atomic(page, render_page(record).encode())
+    return page
+
+
+def _ledger(run_dir: RunDir) -> tuple[dict[str, int], str | None]:
+    """(counts for the summary, the audit's text); nothing if the run has not got as far as a ledger."""
+    config, _ = configuration(run_dir.config)
+    if not config or not run_dir.ledger.is_dir() or not any(run_dir.ledger.iterdir()):
+        return {}, None
+    entries, staleness = config["psrl.staleness_buffer_entries"], config["psrl.staleness"]
+    try:
+        report = audit(replay(run_dir.ledger), buffer_entries=entries, staleness=staleness)
+    except (OSError, LedgerError) as error:
+        return {}, f"the ledger cannot be read: {error}"
+    return _counts(report), "\n".join(report.lines())
+
+
+def _counts(report: AuditReport) -> dict[str, int]:
+    counts = {f"groups_{fate}": report.fates[fate] for fate in ("trained", "dropped", "requeued")}
+    counts["version"] = report.steps
+    if report.max_lag is not None:
+        counts["max_staleness"] = report.max_lag
+    return counts
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m psrl.report", description="Write the report of a run.")
+    parser.add_argument("run_dir", type=Path, help="the run's directory")
+    try:
+        print(write_report(RunDir(parser.parse_args(argv).run_dir.resolve())))
+    except FileNotFoundError as error:
+        print(f"psrl.report: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The report as one self-contained HTML page: no script, no font, no image from anywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from psrl.telemetry.figures import series, style
+from psrl.telemetry.progress import duration
+from psrl.telemetry.record import Incident, RunRecord
+from psrl.telemetry.sections import build_sections
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    name: str
+    value: str
+    note: str = ""
+
+
+def render_page(record: RunRecord) -> str:
+    """The HTML of a run, finished or not; sections without data are left out."""
+    from jinja2 import Environment, StrictUndefined
+
+    template = files("psrl.telemetry").joinpath("page.html.j2").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    zero_s = _zero_s(record)
+    with style():
+        sections = build_sections(record, zero_s)
+    return environment.from_string(template).render(
+        title=record.config.get("trainer.experiment_name") or record.run_dir.name,
+        status=record.summary["status"],
+        cause=record.summary["cause"],
+        lead=headline(record),
+        where=str(record.run_dir),
+        logs=str(record.run_dir / "logs"),
+        cards=cards(record),
+        sections=sections,
+        incidents=[_incident_row(incident, zero_s) for incident in record.incidents],
+        changed=[(key, _shown(value), _shown(default)) for key, value, default in record.changed()],
+        config=[(key, _shown(value)) for key, value in record.config.items()],
+        audit=record.audit,
+    )
+
+
+def headline(record: RunRecord) -> str:
+    """What one would say of the run in two sentences."""
+    summary = record.summary
+    if not record.rows:
+        return "No training step has been finished." if record.finished else "No training step has been finished yet."
+    steps = summary["steps"]
+    words = []
+    if summary["reward_first"] is not None:
+        first, last = f"{summary['reward_first']:.2f}", f"{summary['reward_last']:.2f}"
+        moved = f"stayed at {last}" if first == last else f"went from {first} to {last}"
+        words.append(f"The mean reward {moved} in {steps} step{'s' if steps != 1 else ''}.")
+    if summary["max_staleness"] is not None:
+        most, bound = summary["max_staleness"], record.config.get("psrl.staleness")
+        allowed = "" if bound is None else f" ({bound} allowed)"
+        words.append(f"No trained group was more than {most} version{'s' if most != 1 else ''} old{allowed}.")
+    if summary["rollout_busy_fraction"] is not None:
+        rollout, train = summary["rollout_busy_fraction"], summary["train_busy_fraction"]
+        words.append(f"Instances decoded {rollout:.0%} of the time, the trainer worked {train:.0%} of it.")
+    if not record.finished:
+        words.insert(0, f"This run is {summary['status']}: what follows is as far as it got.")
+    return " ".join(words)
+
+
+def cards(record: RunRecord) -> list[Card]:
+    """The headline numbers, the most asked-for first; "?" where nothing tells."""
+    s, bound = record.summary, record.config.get("psrl.staleness")
+    asked = record.config.get("trainer.total_training_steps")
+    means = series(record.rows, "staleness/mean")[1]
+    rewards = f"{_known(s['reward_first'], '.2f')} → {_known(s['reward_last'], '.2f')}"
+    stale = _known(sum(means) / len(means) if means else None, ".2f")
+    pull = f"pause; pull {_seconds(s['pull_s_mean'])}, {s['transport'] or 'transport unknown'}"
+    lost = f"{_known(s['groups_dropped'], 'd')} dropped, {_known(s['groups_requeued'], 'd')} requeued"
+    return [
+        Card("Reward", rewards, "first and last five steps"),
+        Card("Steps", f"{s['steps']} / {asked}" if asked else str(s["steps"]), f"version {s['version']}"),
+        Card("Speed", f"{_big(s['tokens_per_s'])} tok/s", f"{_known(s['samples_per_s'], '.1f')} samples/s trained"),
+        Card("Step", _seconds(s["step_s_mean"]), f"{_duration(s['wall_s'])} in all"),
+        Card("Instances busy", _known(s["rollout_busy_fraction"], ".0%"), "of the training time, decoding"),
+        Card("Trainer busy", _known(s["train_busy_fraction"], ".0%"), "not waiting for samples"),
+        Card("Staleness", f"{stale} mean", f"{_known(s['max_staleness'], 'd')} at most, {_known(bound, 'd')} allowed"),
+        Card("New weights", _seconds(s["pause_s_mean"]), pull),
+        Card("Groups trained", _big(s["groups_trained"]), lost),
+        Card("Incidents", str(len(record.incidents)), f"processes started again: {_known(s['restarts'], 'd')}"),
+    ]
+
+
+def _zero_s(record: RunRecord) -> float:
+    starts = [span.start_s for track in record.tracks for span in track.spans]
+    return min(starts, default=record.incidents[0].time_s if record.incidents else 0.0)
+
+
+def _incident_row(incident: Incident, zero_s: float) -> dict[str, str]:
+    followed = "started again" if incident.restarting else "not started again"
+    when = f"{duration(incident.time_s - zero_s)} after the start"
+    return {"when": when, "who": incident.name or incident.role, "cause": incident.cause, "then": followed}
+
+
+def _known(value: Any, spec: str) -> str:
+    return "?" if value is None else format(value, spec)
+
+
+def _big(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}".replace(",", " ")
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{value:.2f} s"
+
+
+def _duration(value: float | None) -> str:
+    return "?" if value is None else duration(value)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

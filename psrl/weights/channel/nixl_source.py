@@ -1,0 +1,108 @@
+"""One publisher as a reader sees it: where it is, the question for a version, the answer.
+
+Each pull connects anew (milliseconds, once a version), so that nothing goes stale between two pulls and the publisher
+sees at once when a reader has gone. Only the endpoint, the layout and the met agent are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from psrl.net.client import Client
+from psrl.protocol.weights import CloseRead, FromPublisher, OpenRead, ReadGranted, ReadRefused, ShardLayout
+from psrl.rundir.endpoints import latest_endpoint
+from psrl.rundir.keys import RunKeys
+from psrl.rundir.layout import RunDir
+from psrl.weights.channel.base import PullError
+from psrl.weights.channel.nixl_publisher import endpoint_name
+
+LOOK_S = 0.5
+"""Least time between two looks into the run directory."""
+PATIENCE_S = 10.0
+"""A publisher that is nowhere to be found, or lets nobody connect, for this long fails the pull."""
+_LEASE_MARGIN_S = 1.0
+
+_reads = itertools.count(1)
+
+
+class Source:
+    """Trainer rank `rank`. `open`, then `poll` until it returns a grant, then `close`; again for the next version."""
+
+    def __init__(self, run_dir: RunDir, keys: RunKeys, rank: int) -> None:
+        self.rank = rank
+        self.met: str = ""
+        """Name of the publisher's agent that the reader's agent has met; "" if none."""
+        self.layout: ShardLayout | None = None
+        self.client = Client(keys, FromPublisher, name=f"weights-reader-{rank}")
+        self._run_dir = run_dir
+        self._generation = -1
+        self._address: str | None = None
+        self._question: OpenRead | None = None
+        self._next_look_s = self._asked_s = 0.0
+
+    def open(self, version: int, incarnation: int, deadline_s: float) -> None:
+        """Ask for this version; the answer comes from `poll`."""
+        now_s = time.monotonic()
+        self._question = OpenRead(
+            read=next(_reads),
+            version=version,
+            incarnation=incarnation,
+            lease_s=max(0.0, deadline_s - now_s) + _LEASE_MARGIN_S,
+            known_agent=self.met,
+        )
+        self._next_look_s = now_s
+        self._asked_s = now_s
+        if self._address is not None:
+            self._ask(self._address)
+
+    def poll(self) -> ReadGranted | None:
+        """The grant if it has come. PullError if the publisher refuses or cannot be reached and no newer one is there."""
+        assert self._question is not None
+        refusal = None
+        for answer in self.client.poll(0.0):
+            if answer.read != self._question.read:
+                continue
+            if isinstance(answer, ReadGranted):
+                return answer
+            if isinstance(answer, ReadRefused):
+                refusal = answer.cause
+        lost = self.client.broken if self._address is not None else None
+        now_s = time.monotonic()
+        if refusal or lost or (not self.client.established and now_s >= self._next_look_s):
+            self._next_look_s = now_s + LOOK_S
+            if self._follow():
+                return None
+        if refusal or lost:
+            raise PullError(f"trainer rank {self.rank}: {refusal or lost}")
+        if not self.client.established and now_s - self._asked_s > PATIENCE_S:
+            trouble = self.client.trouble or "it does not answer"
+            cause = "its endpoint is not published" if self._address is None else f"{self._address}: {trouble}"
+            raise PullError(f"trainer rank {self.rank} could not be reached for {PATIENCE_S:g} s: {cause}")
+        return None
+
+    def close(self) -> None:
+        """End the read, well or badly; harmless if there is none."""
+        if self._question is not None:
+            if self.client.established:
+                self.client.send(CloseRead(read=self._question.read))
+            self._question = None
+        self.client.close()
+
+    def forget(self) -> None:
+        """The publisher's agent is gone: the next one must be met anew."""
+        self.met, self.layout = "", None
+
+    def _follow(self) -> bool:
+        """Look for a newer endpoint than the one in use (a restarted trainer's); True if there is one, and ask it."""
+        found = latest_endpoint(self._run_dir, endpoint_name(self.rank))
+        if found is None or found[0] <= self._generation:
+            return False
+        self._generation, self._address = found[0], found[1].address
+        self._ask(self._address)
+        return True
+
+    def _ask(self, address: str) -> None:
+        assert self._question is not None
+        self.client.connect(address)
+        self.client.send(self._question)

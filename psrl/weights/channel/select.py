@@ -1,0 +1,65 @@
+"""Which weight channel a run uses: `psrl.ps_mode`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from psrl.weights.channel.base import WeightPublisher, WeightPuller
+from psrl.weights.channel.nixl_agent import nixl_available, prepare_environment
+from psrl.weights.plan import Place, Specs, same_place
+
+if TYPE_CHECKING:
+    from psrl.role import Role
+
+MODES = ("auto", "nixl", "filesystem")
+
+log = logging.getLogger(__name__)
+
+
+def choose_mode(ps_mode: str, missing: str | None) -> str:
+    """ "nixl" or "filesystem" for `psrl.ps_mode`; `missing` is why NIXL cannot be loaded here, None if it can.
+
+    ValueError for an unknown mode, RuntimeError if NIXL was asked for by name and cannot be had.
+    """
+    if ps_mode not in MODES:
+        raise ValueError(f"psrl.ps_mode={ps_mode}: unknown weight channel, use one of {', '.join(MODES)}")
+    if ps_mode == "nixl" and missing is not None:
+        raise RuntimeError(
+            f"psrl.ps_mode=nixl: nixl cannot be loaded here ({missing}); install nixl-cu13==1.5.1 or set "
+            "psrl.ps_mode=filesystem"
+        )
+    if ps_mode == "auto" and missing is not None:
+        log.warning("weights go through the run directory, which is slower: nixl cannot be loaded here (%s)", missing)
+    return "filesystem" if ps_mode == "filesystem" or missing is not None else "nixl"
+
+
+def _mode(role: Role) -> str:
+    prepare_environment(role.address)
+    return choose_mode(role.config.psrl.ps_mode, nixl_available())
+
+
+def make_publisher(role: Role, rank: int, num_ranks: int) -> WeightPublisher:
+    """The publisher of trainer rank `rank`; weights are cast to the dtype that the engines generate with."""
+    dtype = getattr(torch, role.config.gen_actor_rollout_ref.rollout.dtype or role.config.model.dtype)
+    if _mode(role) == "nixl":
+        from psrl.weights.channel.nixl_publisher import NixlPublisher
+
+        peers = max(64, 2 * role.config.psrl.deployment.n_rollout_instances)
+        return NixlPublisher(role.run_dir, rank, num_ranks, dtype, address=role.address, peers=peers)
+    from psrl.weights.channel.filesystem import FilesystemPublisher
+
+    return FilesystemPublisher(role.run_dir, rank, num_ranks, dtype)
+
+
+def make_puller(role: Role, expected: Specs, place: Place = same_place) -> WeightPuller:
+    """The puller of an instance whose engine wants the tensors of `expected` (`Engine.weight_specs`)."""
+    if _mode(role) == "nixl":
+        from psrl.weights.channel.nixl_puller import NixlPuller
+
+        return NixlPuller(role.run_dir, expected, place, address=role.address)
+    from psrl.weights.channel.filesystem import FilesystemPuller
+
+    return FilesystemPuller(role.run_dir, expected, place)
