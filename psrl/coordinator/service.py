@@ -22,7 +22,7 @@ from psrl.net.server import Server
 from psrl.outcome import Outcome, publish_outcome
 from psrl.protocol.control import Hello, ToCoordinator
 from psrl.role import Role, start_role
-from psrl.rundir.endpoints import Endpoint, publish_next_endpoint
+from psrl.rundir.endpoints import Endpoint, latest_endpoint, publish_next_endpoint
 from psrl.rundir.keys import load_keys
 from psrl.rundir.segments import delete_segments, list_segments
 from psrl.tasks.prepared import PreparedReader
@@ -65,6 +65,8 @@ class Service:
             greeting=Hello,
             heartbeat_interval_s=limits.heartbeat_interval_s,
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
+            peers=expected_peers(config),
+            preferred_port=previous_port(role),
         )
         self.names: dict[bytes, str] = {}
         self.peers: dict[str, bytes] = {}
@@ -149,6 +151,18 @@ class Service:
             self._commit()
         self.server.close()
         self.ledger.close()
+
+
+def previous_port(role: Role) -> int | None:
+    """The port of the coordinator before this one, if it ran on this node: roles find it again without looking."""
+    found = latest_endpoint(role.run_dir, COORDINATOR)
+    return int(found[1].address.rpartition(":")[2]) if found and found[1].node == role.node else None
+
+
+def expected_peers(config: Config) -> int:
+    """Connections to expect, with room for as many again that join later."""
+    d = config.psrl.deployment
+    return 2 * (d.n_rollout_instances * (1 + d.n_agent_loops) + d.train_nnodes) + 64
 
 
 def settings(config: Config) -> Settings:

@@ -248,7 +248,7 @@ class AgentLoop:
     async def _score(self, work: GroupWork) -> None:
         """Reward the finished group; a failure is reported, never trained as reward 0."""
         prompt = self.prompts[work.assignment.prompt]
-        texts = self.tokenizer.decode_batch([s.token_ids for s in work.samples], skip_special_tokens=True)
+        texts = [self.tokenizer.decode(s.token_ids) for s in work.samples]
         answers = [
             Answer(solution_str=text, data_source=prompt.data_source, ground_truth=prompt.ground_truth, extra_info=prompt.extra_info)
             for text in texts

@@ -23,8 +23,9 @@ from psrl.role import Role, start_role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
 from psrl.rundir.keys import load_keys
+from psrl.tasks.prepare import context_length
 from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
-from psrl.weights.channel import make_puller
+from psrl.weights.channel.select import make_puller
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 
@@ -232,7 +233,7 @@ def main() -> int:
         model,
         eos_token_ids=source.eos_token_ids,
         max_num_seqs=gen.max_num_seqs,
-        max_model_len=context_length(role),
+        max_model_len=context_length(role.config),
         kv_cache_tokens=gen.kv_cache_tokens,
     )
     instance = Instance(role, engine)
@@ -244,12 +245,6 @@ def main() -> int:
         return 1
     finally:
         instance.close()
-
-
-def context_length(role: Role) -> int:
-    """Tokens that prompt and response may have together."""
-    data = role.config.data
-    return role.config.gen_actor_rollout_ref.rollout.max_model_len or data.max_prompt_length + data.max_response_length
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ LABELS = {
 }
 
 MAX_BARS = 120
+MAX_SMOOTHING = 25
 HALF = (6.0, 3.0)
 WIDE = 12.3
 STYLE: dict[str, Any] = {
@@ -113,7 +114,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 def whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
@@ -134,7 +135,7 @@ def total_histogram(rows: Sequence[Row], key: str) -> dict[int, int]:
 
 def curve(axes: Axes, steps: Sequence[float], values: Sequence[float], colour: str, name: str) -> None:
     """A line; with many points the raw one faint behind its moving mean."""
-    window = len(values) // 20
+    window = min(len(values) // 20, MAX_SMOOTHING)
     if window < 3:
         axes.plot(steps, values, color=colour, label=name, **dot(values))
         return

@@ -48,22 +48,24 @@ def headline(record: RunRecord) -> str:
     """What one would say of the run in two sentences."""
     summary = record.summary
     if not record.rows:
-        return "No training step has been finished." if record.finished else "No training step has been finished yet."
+        return "No training step was finished."
     steps = summary["steps"]
     words = []
     if summary["reward_first"] is not None:
         first, last = f"{summary['reward_first']:.2f}", f"{summary['reward_last']:.2f}"
         moved = f"stayed at {last}" if first == last else f"went from {first} to {last}"
-        words.append(f"The mean reward {moved} in {steps} step{'s' if steps != 1 else ''}.")
+        words.append(f"The mean reward {moved} in {steps} steps." if steps > 1 else f"The one step had reward {last}.")
     if summary["max_staleness"] is not None:
         most, bound = summary["max_staleness"], record.config.get("psrl.staleness")
         allowed = "" if bound is None else f" ({bound} allowed)"
-        words.append(f"No trained group was more than {most} version{'s' if most != 1 else ''} old{allowed}.")
+        old = f"more than {most} version{'s' if most != 1 else ''} old" if most else "old"
+        words.append(f"No trained group was {old}{allowed}.")
     if summary["rollout_busy_fraction"] is not None:
         rollout, train = summary["rollout_busy_fraction"], summary["train_busy_fraction"]
         words.append(f"Instances decoded {rollout:.0%} of the time, the trainer worked {train:.0%} of it.")
     if not record.finished:
-        words.insert(0, f"This run is {summary['status']}: what follows is as far as it got.")
+        how = {"failed": "failed", "interrupted": "was interrupted"}.get(summary["status"], "is not finished")
+        words.insert(0, f"This run {how}: what follows is as far as it got.")
     return " ".join(words)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from psrl.telemetry.figures import COLOURS, HALF, INK, MUTED, RED, WIDE, label, new_figure
 from psrl.telemetry.record import Incident
 from psrl.telemetry.summary import busy_over
-from psrl.telemetry.timeline import BUSY, IDLE, PULL, PUSH, SWITCH, WAIT, Span, merge
+from psrl.telemetry.timeline import BUSY, IDLE, PULL, PUSH, SWITCH, WAIT, Span, seconds_in
 from psrl.telemetry.timeline_read import Track, by_name, training_windows
 
 if TYPE_CHECKING:
@@ -17,9 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LANES = 16
+MAX_INSTANCE_BARS = 8
+MAX_SPANS_A_LANE = 500
+MAX_VERSION_LABELS = 20
+BINS = 300
 ZOOM_S = 10.0
 RESOLUTION = 1500
-"""Gaps smaller than this part of the axis are not drawn."""
+"""A span is drawn at least as wide as this part of the axis."""
+DRAWN = (IDLE, *(name for name in COLOURS if name not in (IDLE, PULL, SWITCH)), SWITCH, PULL)
+"""From the back to the front."""
 
 
 def zoom_window(tracks: Sequence[Track], step_s: float | None) -> tuple[float, float] | None:
@@ -58,47 +63,56 @@ def timeline(
                     incident.time_s - zero_s, -height, "x", color=RED, markersize=9, markeredgewidth=2.4, zorder=5
                 )
                 seen.setdefault("died")
-    axes.set_yticks([-height for height in range(len(lanes))], list(lanes))
     axes.set_ylim(-len(lanes) + 0.4, 0.6)
     axes.set_xlim(window[0] - zero_s, window[1] - zero_s)
-    axes.tick_params(length=0)
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.grid(axis="y", visible=False)
-    axes.spines["left"].set_visible(False)
+    _name_rows(axes, list(lanes))
     _time_axis(axes)
     _legend(axes, list(seen))
     return figure
 
 
 def instance_time(tracks: Sequence[Track]) -> Figure | None:
-    """Share of the training time that each instance decoded, had nothing to decode, or stood still for new weights."""
+    """Share of the training time that each instance decoded, stood still for new weights, or had nothing to decode;
+    of many instances the mean, the busiest and the least busy one."""
     windows = training_windows(tracks)
     instances = by_name(tracks, "instance")
-    if not windows or not instances or sum(end - start for start, end in windows) <= 0:
+    if not instances or sum(end - start for start, end in windows) <= 0:
         return None
-    names = list(instances)[:MAX_LANES]
-    figure, (axes,) = new_figure((HALF[0], max(HALF[1], 0.3 * len(names) + 1.0)))
-    for height, name in enumerate(names):
+    shares = {
+        name: [busy_over(spans, windows, (part,)) for part in (BUSY, SWITCH)] for name, spans in instances.items()
+    }
+    if len(shares) > MAX_INSTANCE_BARS:
+        busy = sorted(shares, key=lambda name: shares[name][0])
+        mean = [sum(column) / len(shares) for column in zip(*shares.values(), strict=True)]
+        shares = {f"mean of {len(busy)}": mean, busy[-1]: shares[busy[-1]], busy[0]: shares[busy[0]]}
+    figure, (axes,) = new_figure(HALF)
+    for row, (name, (busy_share, switch_share)) in enumerate(shares.items()):
         left = 0.0
-        shares = {part: busy_over(instances[name], windows, (part,)) for part in (BUSY, SWITCH)}
-        for part, share in (shares | {IDLE: max(1.0 - sum(shares.values()), 0.0)}).items():
-            axes.barh(-height, share, 0.6, left, color=COLOURS[part], label=label(part) if not height else None)
-            if part == BUSY and share > 0.08:
-                axes.text(
-                    share / 2, -height, f"{share:.0%}", ha="center", va="center", color="white", fontweight="bold"
-                )
+        for part, share in (
+            (BUSY, busy_share),
+            (SWITCH, switch_share),
+            (IDLE, max(1 - busy_share - switch_share, 0.0)),
+        ):
+            axes.barh(-row, share, 0.6, left, color=COLOURS[part], label=label(part) if not row else None)
             left += share
-    axes.set_yticks([-height for height in range(len(names))], names)
-    axes.set_ylim(-max(len(names), 4) + 0.4, 0.6)
+        if busy_share > 0.08:
+            text = {"ha": "center", "va": "center", "color": "white", "fontweight": "bold"}
+            axes.text(busy_share / 2, -row, f"{busy_share:.0%}", **text)
+    axes.set_ylim(-max(len(shares), 4) + 0.4, 0.6)
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+    axes.set_title("Instances while the trainer ran")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, handlelength=0.9)
+    _name_rows(axes, list(shares))
+    return figure
+
+
+def _name_rows(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_yticks([-row for row in range(len(names))], names)
     axes.tick_params(length=0)
     axes.tick_params(axis="y", labelcolor=INK)
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
-    axes.set_title("Instances while the trainer ran")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, handlelength=0.9)
-    return figure
 
 
 def _lanes(tracks: Sequence[Track]) -> dict[str, list[Track]]:
@@ -125,21 +139,50 @@ def _lane(
     axes: Axes, height: float, spans: Sequence[Span], window: tuple[float, float], zero_s: float, seen: dict[str, None]
 ) -> None:
     visible = [span for span in spans if span.end_s > window[0] and span.start_s < window[1]]
-    gap_s = (window[1] - window[0]) / RESOLUTION
-    for name in (IDLE, *[n for n in COLOURS if n not in (IDLE, PULL, SWITCH)], SWITCH, PULL):
-        # Attributes only keep spans apart, and only publications are labelled.
-        own = merge([replace(span, attributes={}) for span in visible if span.name == name], gap_s)
-        if not own:
-            continue
-        seen.setdefault(name)
-        bars = [(span.start_s - zero_s, max(span.end_s - span.start_s, gap_s)) for span in own]
-        low, thick = (height - 0.42, 0.14) if name == PULL else (height - 0.25, 0.56)
-        axes.broken_barh(bars, (low, thick), facecolors=_shades(name, own), linewidth=0)
+    seen.update(dict.fromkeys(span.name for span in visible if span.name in COLOURS))
+    if len(visible) > MAX_SPANS_A_LANE:
+        _dense_lane(axes, height, visible, window, zero_s)
+        return
+    thinnest_s = (window[1] - window[0]) / RESOLUTION
+    for name in DRAWN:
+        bars = [(s.start_s - zero_s, max(s.end_s - s.start_s, thinnest_s)) for s in visible if s.name == name]
+        low, thick = (height - 0.42, 0.14) if name == PULL else (height - 0.28, 0.56)
+        axes.broken_barh(bars, (low, thick), facecolors=_shades(name, visible), linewidth=0)
+    margin_s = (window[1] - window[0]) / 50
     publications = [span for span in visible if span.name == PUSH and "version" in span.attributes]
-    if len(publications) <= 20:
+    if len(publications) <= MAX_VERSION_LABELS:
         for span in publications:
-            text, x = f"v{span.attributes['version']}", span.end_s - zero_s
-            axes.text(x, height + 0.33, text, fontsize=7, color=MUTED, ha="center", va="bottom", clip_on=True)
+            if span.end_s + margin_s < window[1]:
+                text, x = f"v{span.attributes['version']}", span.end_s - zero_s
+                axes.text(x, height + 0.3, text, fontsize=7, color=MUTED, ha="center", va="bottom")
+
+
+def _dense_lane(axes: Axes, height: float, spans: Sequence[Span], window: tuple[float, float], zero_s: float) -> None:
+    """Too many spans to tell apart: for each short stretch of time, stacked shares of what went on in it."""
+    width_s = (window[1] - window[0]) / BINS
+    left = [window[0] - zero_s + index * width_s for index in range(BINS)]
+    bottom = [height - 0.28] * BINS
+    for name in [name for name in DRAWN if name not in (IDLE, PULL)] + [IDLE]:
+        shares = binned([span for span in spans if span.name == name], window, BINS)
+        room = [max(height + 0.28 - low, 0.0) for low in bottom]  # idle fills up what nothing else took
+        tall = [min(share * 0.56, most) for share, most in zip(shares, room, strict=True)]
+        axes.bar(left, tall, width_s, bottom, align="edge", color=COLOURS[name], linewidth=0)
+        bottom = [low + up for low, up in zip(bottom, tall, strict=True)]
+
+
+def binned(spans: Sequence[Span], window: tuple[float, float], bins: int) -> list[float]:
+    """Share of each of `bins` equal parts of `window` that the spans cover.
+
+    `binned([Span("busy", 1, 4)], (0, 8), 4) == [0.5, 1.0, 0.0, 0.0]`
+    """
+    width_s = (window[1] - window[0]) / bins
+    seconds = [0.0] * bins
+    for span in spans:
+        first = max(int((span.start_s - window[0]) / width_s), 0)
+        last = min(int((span.end_s - window[0]) / width_s), bins - 1)
+        for index in range(first, last + 1):
+            seconds[index] += seconds_in(span, (window[0] + index * width_s, window[0] + (index + 1) * width_s))
+    return [min(total / width_s, 1.0) for total in seconds]
 
 
 def _shades(name: str, spans: Sequence[Span]) -> list[tuple[float, float, float, float]]:
@@ -147,7 +190,8 @@ def _shades(name: str, spans: Sequence[Span]) -> list[tuple[float, float, float,
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(COLOURS[name])
-    shares = [span.seconds / (span.end_s - span.start_s) if span.end_s > span.start_s else 1.0 for span in spans]
+    own = [span for span in spans if span.name == name]
+    shares = [span.seconds / (span.end_s - span.start_s) if span.end_s > span.start_s else 1.0 for span in own]
     return [(red, green, blue, min(max(share, 0.25), 1.0)) for share in shares]
 
 

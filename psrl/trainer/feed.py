@@ -68,7 +68,7 @@ class Feed:
         self.checkpoint_version, self.last_checkpoint_s = version, seconds
         self.link.send(c.CheckpointDone(version=version, seconds=seconds))
 
-    def next(self, buffer: int, alive: Callable[[], None]) -> Order:
+    def next(self, buffer: int, alive: Callable[[], object]) -> Order:
         """Wait for buffer `buffer`, a drain or the end. `alive` is called at least every KEEPALIVE_S.
 
         Raises CoordinatorGoneError when no coordinator comes back in time."""

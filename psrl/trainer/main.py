@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from datetime import timedelta
-from pathlib import Path
 
 import msgspec
 import torch
@@ -28,7 +25,7 @@ from psrl.trainer.backends.fsdp2 import FSDP2Backend
 from psrl.trainer.feed import Feed, Order, broadcast_order
 from psrl.trainer.rendezvous import init_process_group
 from psrl.trainer.step import train_step
-from psrl.weights.channel import make_publisher
+from psrl.weights.channel.select import make_publisher
 
 log = logging.getLogger("psrl.trainer")
 
@@ -125,12 +122,12 @@ class Trainer:
 
     def _next_order(self) -> Order:
         if self.feed is not None:
-            order = self.feed.next(self.version, alive=lambda: broadcast_order(None, 0, self.world_size) and None)
+            order = self.feed.next(self.version, alive=lambda: broadcast_order(None, 0, self.world_size))
             broadcast_order(order, 0, self.world_size)
             return order
-        while (order := broadcast_order(None, self.rank, self.world_size)) is None:
+        while (heard := broadcast_order(None, self.rank, self.world_size)) is None:
             pass
-        return order
+        return heard
 
     def _read(self, taken: c.TakenGroup) -> Group:
         begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""The publisher's side of the layout: shards in, one flat payload out. The cast to the engine's dtype happens here, once."""
+"""The publisher's side: shards in, one flat payload out. The cast to the engine's dtype happens here, once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from psrl.weights.plan import aligned
 
 
 def lay_out(shards: Iterable[WeightShard], rank: int, num_ranks: int, dtype: torch.dtype | None) -> ShardLayout:
-    """Layout of these shards, back to back at aligned offsets. Floating-point tensors are published as `dtype` (None: as
-    they are), others as they are. ValueError if a name comes twice."""
+    """Layout of these shards, back to back at aligned offsets. Floating-point tensors are published as `dtype` (None:
+    as they are), others as they are. ValueError if a name comes twice."""
     entries: list[ShardEntry] = []
     end = 0
     for shard in shards:

@@ -1,7 +1,7 @@
 """What to copy from where to where, so that the trainer ranks' row shards become the engine's whole tensors.
 
-Pure: layouts in, plan out. Rows of dim 0 are contiguous on both sides, hence every shard lands in its final place by the
-transfer itself and no rank, and no reader, ever assembles a second copy.
+Pure: layouts in, plan out. Rows of dim 0 are contiguous on both sides, hence every shard lands in its final place
+by the transfer itself and no rank, and no reader, ever assembles a second copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StagedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """`segments[r]` moves all of rank r; `pieces[r]` are the (target, nbytes) of its entries in its own order, for the checksum."""
+    """`segments[r]` moves all of rank r; `pieces[r]`: (target, nbytes) of its entries in order, for the checksum."""
 
     nbytes: int
     tensors: tuple[StagedTensor, ...]
@@ -70,8 +70,8 @@ def same_place(name: str) -> tuple[str, int]:
 def plan_pull(layouts: Sequence[ShardLayout], expected: Specs, place: Place = same_place) -> PullPlan:
     """Plan the pull of all ranks' shards into one staging buffer.
 
-    Raises ValueError if a name is unknown to the engine or missing from the ranks, if a shape or dtype differs, or if the
-    ranks' rows do not cover a tensor exactly once; the sentence names the first few offenders.
+    Raises ValueError if a name is unknown to the engine or missing from the ranks, if a shape or dtype differs, or if
+    the ranks' rows do not cover a tensor exactly once; the sentence names the first few offenders.
 
     >>> # two ranks hold rows 0-1 and 2-3 of w [4, 8] float32: rank 1's 64 bytes land at byte 64
     >>> # plan.segments == ((Segment(0, 0, 64),), (Segment(0, 64, 64),))
@@ -99,8 +99,8 @@ def plan_pull(layouts: Sequence[ShardLayout], expected: Specs, place: Place = sa
 
 
 def windows(segments: Sequence[Segment], limit: int) -> list[list[Segment]]:
-    """The segments in order, cut and grouped into windows of at most `limit` bytes, so that a long transfer can be given
-    up between two of them. `windows([Segment(0, 0, 5)], 2)` gives windows of 2, 2 and 1 bytes."""
+    """The segments in order, cut and grouped into windows of at most `limit` bytes, so that a long transfer can be
+    given up between two of them. `windows([Segment(0, 0, 5)], 2)` gives windows of 2, 2 and 1 bytes."""
     if limit <= 0:
         raise ValueError(f"a window of {limit} bytes moves nothing; it must be positive")
     groups: list[list[Segment]] = []
@@ -172,7 +172,7 @@ def _check_entry(entry: ShardEntry, tensor: StagedTensor, layout: ShardLayout, r
             f"{entry.name} is published as {entry.full_shape}, the engine needs {tensor.shape} of {tensor.name}"
         )
     row_nbytes = prod(entry.full_shape[1:]) * tensor.dtype.itemsize
-    inside = 0 <= entry.offset and entry.offset + entry.nbytes <= layout.nbytes
+    inside = entry.offset >= 0 and entry.offset + entry.nbytes <= layout.nbytes
     if not inside or entry.rows < 0 or entry.nbytes != entry.rows * row_nbytes:
         raise ValueError(
             f"{entry.name} of rank {layout.rank} does not lie inside its payload of {layout.nbytes} bytes: {entry}"
@@ -192,8 +192,8 @@ def _check_cover(name: str, rows: int, spans: list[tuple[int, int]]) -> None:
 
 
 def _coalesce(moves: Sequence[tuple[ShardEntry, StagedTensor, int]]) -> tuple[Segment, ...]:
-    """Join neighbours that keep their distance. The gap may hold only padding: a whole tensor ends before it and the next
-    one starts after it, otherwise the joined copy would write over rows of another rank."""
+    """Join neighbours that keep their distance. The gap may hold only padding: a whole tensor ends before it and the
+    next one starts after it, otherwise the joined copy would write over rows of another rank."""
     joined: list[Segment] = []
     last: StagedTensor | None = None
     for entry, tensor, target in moves:

@@ -36,7 +36,7 @@ class Staging:
             self._handed_out = None
 
     def prepare(self, layouts: Sequence[ShardLayout]) -> bool:
-        """Plan for these layouts; True if the buffer was made anew. PullError (not retryable) if they do not fit the engine."""
+        """Plan for these layouts; True if the buffer was made anew. PullError (not retryable) if they do not fit."""
         if tuple(layouts) == self._layouts:
             return False
         try:

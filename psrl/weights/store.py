@@ -17,7 +17,7 @@ class SlotState(Enum):
     READY = "ready"
 
 
-class VersionNotHeld(LookupError):
+class VersionNotHeldError(LookupError):
     """The version asked for is in no slot; the text says which ones are."""
 
 
@@ -88,8 +88,8 @@ class SlotTable:
         slot.sequence += 1
 
     def open(self, version: int, incarnation: int, reader: str, lease_end_s: float) -> Slot:
-        """Pin the slot of this version for `reader` until `lease_end_s`; a reader has one slot at a time. VersionNotHeld if
-        no slot holds it whole."""
+        """Pin the slot of this version for `reader` until `lease_end_s`; a reader has one slot at a time.
+        VersionNotHeldError if no slot holds it whole."""
         for slot in self.slots:
             if slot.state is SlotState.READY and slot.age == (incarnation, version):
                 self.close(reader)
@@ -100,7 +100,7 @@ class SlotTable:
             for slot in sorted(self.slots, key=lambda slot: slot.age)
             if slot.state is SlotState.READY
         )
-        raise VersionNotHeld(
+        raise VersionNotHeldError(
             f"version {version} of incarnation {incarnation} is not held here (held: {held or 'none'})"
         )
 

@@ -52,7 +52,7 @@ class StagedWeights:
         return sum(tensor.nbytes for tensor in self.plan.tensors)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each tensor of the engine, whole, in its shape and dtype; no copy. RuntimeError if stale."""
+        """(name, tensor) of each tensor of the engine, in its shape and dtype; no copy. RuntimeError if stale."""
         for staged in self.plan.tensors:
             if not self.valid:
                 raise RuntimeError(f"staged weights {self.version} are gone: another pull has begun since")

@@ -1,8 +1,8 @@
 """Weights through files in the run directory: slower than memory, but needs nothing except the shared filesystem.
 
-Each rank writes `v<incarnation>-<version>-r<rank>.bin` and, last, the `.json` beside it: a version is whole when
-the json of every rank stands there. Names are never reused. Nothing is fsynced: a version that a crash loses is published again
-under a new incarnation, and readers trust the checksum, not the file.
+Each rank writes `v<incarnation>-<version>-r<rank>.bin` and, last, the `.json` beside it: a version is whole when the
+json of every rank stands there. Names are never reused. Nothing is fsynced: a version that a crash loses is published
+again under a new incarnation, and readers trust the checksum, not the file.
 """
 
 from __future__ import annotations

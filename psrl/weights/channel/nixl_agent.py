@@ -151,7 +151,7 @@ class TransferAgent:
             raise TransferError(str(error)) from error
 
     def read(self, peer: str, moves: Iterable[tuple[int, int, int]], device: int = 0) -> Read:
-        """Post a read of (local address, remote address, nbytes) moves from `peer`. It may be done when this returns."""
+        """Post a read of (local address, remote address, nbytes) moves from `peer`. It may be done already."""
         pairs = list(moves)
         try:
             local = self._agent.get_xfer_descs([(to, nbytes, 0) for to, _, nbytes in pairs], mem_type="DRAM")

@@ -27,7 +27,7 @@ from psrl.weights.channel.base import Publication
 from psrl.weights.channel.nixl_agent import TransferAgent, prepare_environment
 from psrl.weights.channel.slot_header import HEADER_BYTES, SlotHeader, write_header
 from psrl.weights.pack import lay_out, pack
-from psrl.weights.store import Slot, SlotTable, VersionNotHeld
+from psrl.weights.store import Slot, SlotTable, VersionNotHeldError
 
 PROGRESS_S = 0.0003
 """Pause between two rounds of progress while somebody reads; a socket transport stalls if it is much longer."""
@@ -44,7 +44,8 @@ def endpoint_name(rank: int) -> str:
 
 class NixlPublisher:
     """See WeightPublisher. `address` is what the control socket binds to. Before a slot is overwritten its readers have
-    `reader_grace_s` to finish, then it is taken from them (they notice and pull again). `peers`: instances to expect."""
+    `reader_grace_s` to finish, then it is taken from them (they notice and pull again). `peers`: instances to expect.
+    """
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class NixlPublisher:
         with self._changed:
             try:
                 slot = self._table.open(request.version, request.incarnation, peer.hex(), time.monotonic() + lease_s)
-            except VersionNotHeld as error:
+            except VersionNotHeldError as error:
                 return ReadRefused(read=request.read, cause=str(error))
             self.peak_readers = max(self.peak_readers, self._table.num_readers())
             sequence, checksum = slot.sequence, slot.checksum

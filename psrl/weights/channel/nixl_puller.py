@@ -94,6 +94,11 @@ class NixlPuller:
                 source.close()
         return self._staging.hand_out(version, incarnation, self.transport)
 
+    @property
+    def hanging(self) -> int:
+        """Given-up reads whose memory may still be written to."""
+        return len(self._stuck)
+
     def cancel(self) -> None:
         self._cancelled.set()
 

@@ -57,7 +57,7 @@ class Source:
             self._ask(self._address)
 
     def poll(self) -> ReadGranted | None:
-        """The grant if it has come. PullError if the publisher refuses or cannot be reached and no newer one is there."""
+        """The grant if it has come. PullError if the publisher refuses or is gone, and no newer one is there."""
         assert self._question is not None
         refusal = None
         for answer in self.client.poll(0.0):

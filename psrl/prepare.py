@@ -1,0 +1,52 @@
+"""Before any role starts: the model and the prompts of a run. `python -m psrl.prepare RUN_DIR`; doing it again is cheap.
+
+Runs as a process of its own, so that the launcher stays small and bad input is told before anything else happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from psrl.config.checks import check_data_size
+from psrl.config.errors import ConfigError
+from psrl.models.resolve import resolve_model
+from psrl.models.tokenizer import load_tokenizer
+from psrl.role import load_config, setup_logging
+from psrl.rollout.scoring import check_scoring
+from psrl.rundir.layout import RunDir
+from psrl.tasks.prepare import prepare
+from psrl.tasks.registry import build_task, task_spec
+
+PROMPTS = "prompts.bin"
+EXIT_REFUSED = 2
+
+
+def prepare_run(run_dir: RunDir) -> None:
+    """Check task and reward, make or find the model, write the prompt file. Raises ConfigError with one sentence."""
+    config = load_config(run_dir)
+    task = build_task(task_spec(config))
+    check_scoring(config)
+    model = resolve_model(config, run_dir)
+    stats = prepare(config, task, load_tokenizer(model.path), run_dir.data / PROMPTS)
+    check_data_size(config, stats.kept, stats.skipped)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    os.umask(0o077)
+    setup_logging("prepare")
+    try:
+        prepare_run(RunDir(parser.parse_args().run_dir.resolve()))
+        return 0
+    except ConfigError as error:
+        print(f"psrl: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,549 @@
+"""What every Engine must do, on real models with random weights. To check another engine, add it to ENGINES.
+
+An engine is built from a Hugging Face directory; transformers itself, on the same directory, is the reference.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from psrl.protocol.generation import GenerateRequest, SampleRequest, SamplingParams, TokenChunk
+from psrl.protocol.samples import VersionSpan
+from psrl.rollout.engines.base import Engine
+from psrl.rollout.engines.torch_engine import TorchEngine
+
+pytestmark = pytest.mark.process
+
+VOCAB = 61
+EOS = 7
+MAX_STEPS = 3000
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, ignore_eos=True)
+
+
+def torch_engine(directory: Path, dtype: torch.dtype = torch.float32, **limits: int) -> Engine:
+    return TorchEngine.from_pretrained(directory, dtype=dtype, eos_token_ids=(EOS,), **limits)
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"torch": torch_engine}
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.3}
+MODELS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=1024, initializer_range=0.3),
+    "sliding": MistralConfig(**SIZES, **HEADS, sliding_window=6),
+    "part_sliding": Qwen2Config(
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        **HEADS,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+}
+
+
+@dataclass
+class Output:
+    """All chunks of one sample put together."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str = ""
+
+    def add(self, chunk: TokenChunk) -> None:
+        assert not self.finish, "a chunk after the last one"
+        start = len(self.tokens)
+        self.tokens += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        for span in chunk.spans:
+            assert isinstance(span, VersionSpan) and span.start == len(self.versions) < span.end
+            self.versions += [span.version] * (span.end - span.start)
+        assert start + len(chunk.token_ids) == len(self.logprobs) == len(self.versions) == len(self.tokens)
+        self.finish = chunk.finish
+
+
+Outputs = dict[tuple[int, int], Output]
+
+
+def collect(outputs: Outputs, chunks: Iterable[TokenChunk]) -> None:
+    for chunk in chunks:
+        outputs.setdefault((chunk.group, chunk.sample), Output()).add(chunk)
+
+
+def run(engine: Engine, outputs: Outputs | None = None, *, steps: int = MAX_STEPS) -> Outputs:
+    """Step until nothing is left, or `steps` times."""
+    outputs = {} if outputs is None else outputs
+    for _ in range(steps):
+        if not engine.has_work():
+            break
+        collect(outputs, engine.step())
+    assert steps < MAX_STEPS or not engine.has_work(), "the engine does not come to an end"
+    return outputs
+
+
+def run_until(engine: Engine, outputs: Outputs, tokens: int) -> None:
+    """Step until some sample has this many tokens."""
+    for _ in range(MAX_STEPS):
+        collect(outputs, engine.step())
+        if max((len(o.tokens) for o in outputs.values()), default=0) >= tokens:
+            return
+    pytest.fail(f"no sample reached {tokens} tokens in {MAX_STEPS} steps")
+
+
+def request(
+    group: int,
+    prompt: Sequence[int],
+    budgets: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    *,
+    prefixes: Sequence[Sequence[int]] = (),
+    min_version: int = -1,
+) -> GenerateRequest:
+    samples = tuple(
+        SampleRequest(
+            sample=i,
+            max_new_tokens=budget,
+            seed=1000 * group + i,
+            prefix_ids=tuple(prefixes[i]) if prefixes else (),
+        )
+        for i, budget in enumerate(budgets)
+    )
+    return GenerateRequest(
+        group=group,
+        min_version=min_version,
+        incarnation=0,
+        prompt_ids=tuple(prompt),
+        sampling=sampling,
+        samples=samples,
+    )
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(100 * length + salt)).tolist()
+
+
+def make_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def plain_logprobs(
+    model: PreTrainedModel, prompt_ids: Sequence[int], response: Sequence[int], temperature: float
+) -> list[float]:
+    """Log-probs of `response` by one forward over the whole sequence, no cache."""
+    ids = torch.tensor([[*prompt_ids, *response]])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0].float()
+    scores = torch.log_softmax(logits / (temperature or 1.0), -1)
+    at = torch.arange(len(prompt_ids) - 1, ids.shape[1] - 1)
+    return scores[at, ids[0, at + 1]].tolist()
+
+
+def generated(model: PreTrainedModel, prompt_ids: Sequence[int], budget: int, eos: int | None = None) -> list[int]:
+    ids = torch.tensor([list(prompt_ids)])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=budget,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt_ids) :].tolist()
+
+
+def weights_for(engine: Engine, model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    state = model.state_dict()
+    return [(name, state[name].to(dtype)) for name, (_, dtype) in engine.weight_specs().items()]
+
+
+Build = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        make_model(config, seed=3).save_pretrained(root / name)
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def build(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Iterator[Build]:
+    """Builds engines of one implementation and closes them after the test."""
+    built: list[Engine] = []
+
+    def make(
+        model: str = "qwen3", *, rows: int = 8, context: int = 128, kv: int | None = None, **more: object
+    ) -> Engine:
+        limits = {"max_num_seqs": rows, "max_model_len": context, "kv_cache_tokens": kv or rows * context}
+        built.append(ENGINES[request.param](directories[model], **limits, **more))
+        return built[-1]
+
+    yield make
+    for engine in built:
+        engine.close()
+
+
+@pytest.fixture
+def reference(directories: dict[str, Path]) -> Callable[[str], PreTrainedModel]:
+    return lambda name: AutoModelForCausalLM.from_pretrained(directories[name], dtype=torch.float32).eval()
+
+
+# ---- what is generated -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_greedy_equals_generate_while_samples_join_and_leave(
+    name: str, build: Build, reference: Callable[[str], PreTrainedModel]
+) -> None:
+    model = reference(name)
+    # (prompt length, budget): fewer rows than samples, so they leave at different steps and others take their rows.
+    jobs = [(5, 9), (1, 20), (17, 3), (2, 30), (9, 1), (30, 12), (4, 25), (11, 6), (3, 17)]
+    prompts = [prompt(length, salt) for salt, (length, _) in enumerate(jobs)]
+    expected = [generated(model, p, budget) for p, (_, budget) in zip(prompts, jobs, strict=True)]
+    engine, outputs = build(name, rows=4), {}
+    for group, (p, (_, budget)) in enumerate(zip(prompts, jobs, strict=True)):
+        engine.submit(request(group, p, [budget]))
+        run(engine, outputs, steps=2)
+    run(engine, outputs)
+    assert [outputs[group, 0].tokens for group in range(len(jobs))] == expected
+    assert {o.finish for o in outputs.values()} == {"length"}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SAMPLED,
+        SamplingParams(ignore_eos=True),
+        GREEDY,
+        SamplingParams(temperature=1.3, top_p=0.7, top_k=9, ignore_eos=True),
+    ],
+)
+def test_log_probs_equal_a_plain_forward(
+    name: str, sampling: SamplingParams, build: Build, reference: Callable[[str], PreTrainedModel]
+) -> None:
+    engine = build(name)
+    prompts = {group: prompt(length) for group, length in enumerate((1, 6, 23))}
+    for group, p in prompts.items():
+        engine.submit(request(group, p, [25, 40, 13], sampling))
+    outputs = run(engine)
+    assert len(outputs) == 9
+    for (group, _), output in outputs.items():
+        expected = plain_logprobs(reference(name), prompts[group], output.tokens, sampling.temperature)
+        assert output.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(build: Build) -> None:
+    alone = run(_submitted(build(), request(1, prompt(6), [20], SAMPLED)))[1, 0]
+    crowd = [request(g, prompt(3 + g), [30, 10], SamplingParams(top_p=0.5)) for g in (2, 3)]
+    crowded = run(_submitted(build(rows=5), *crowd[:1], request(1, prompt(6), [20, 20, 20], SAMPLED), *crowd[1:]))
+    assert crowded[1, 0].tokens == alone.tokens
+    assert len({tuple(crowded[1, i].tokens) for i in range(3)}) == 3, "seeds make the samples of a group differ"
+
+
+def _submitted(engine: Engine, *requests: GenerateRequest) -> Engine:
+    for item in requests:
+        engine.submit(item)
+    return engine
+
+
+def test_stop_tokens_end_a_sample_and_belong_to_it(build: Build, reference: Callable[[str], PreTrainedModel]) -> None:
+    free = generated(reference("qwen3"), prompt(5), 20)
+    stop = free[4]
+    cut = free[: free.index(stop) + 1]
+    sampled = SamplingParams(temperature=1.5)
+    stopping = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
+    outputs = run(
+        _submitted(
+            build(rows=40),
+            request(0, prompt(5), [20], stopping),
+            request(1, prompt(5), [20]),
+            request(2, prompt(9), [60] * 16, sampled),
+            request(3, prompt(9), [60] * 16, SamplingParams(temperature=1.5, ignore_eos=True)),
+        )
+    )
+    assert (outputs[0, 0].tokens, outputs[0, 0].finish) == (cut, "stop")
+    assert (outputs[1, 0].tokens, outputs[1, 0].finish) == (free, "length")
+    for i in range(16):
+        eos_at = [k for k, token in enumerate(outputs[2, i].tokens) if token == EOS]
+        assert eos_at == ([len(outputs[2, i].tokens) - 1] if outputs[2, i].finish == "stop" else [])
+        assert outputs[3, i].finish == "length"
+    assert "stop" in {outputs[2, i].finish for i in range(16)}
+    assert any(EOS in outputs[3, i].tokens for i in range(16)), "ignore_eos goes on past the end token"
+
+
+# ---- limits ------------------------------------------------------------------------------------------------------
+
+
+def test_the_context_is_a_boundary_and_the_engine_lives_on(build: Build) -> None:
+    engine = build(context=32)
+    for group, length in enumerate((31, 32, 33)):
+        engine.submit(request(group, prompt(length), [10]))
+    engine.submit(request(3, prompt(20), [10, 10], prefixes=[prompt(11), prompt(12)]))
+    engine.submit(request(4, prompt(4), [0, -17]))
+    engine.submit(request(5, prompt(4), [3]))
+    outputs = run(engine)
+    lengths = {key: len(output.tokens) for key, output in outputs.items()}
+    assert lengths == {(0, 0): 1, (1, 0): 0, (2, 0): 0, (3, 0): 1, (3, 1): 0, (4, 0): 0, (4, 1): 0, (5, 0): 3}
+    assert {output.finish for output in outputs.values()} == {"length"}
+
+
+def test_a_request_that_cannot_be_decoded_ends_without_tokens(build: Build) -> None:
+    engine = build()
+    engine.submit(request(0, [], [5]))
+    engine.submit(request(1, [3, VOCAB], [5]))
+    engine.submit(request(2, [3, -1], [5]))
+    engine.submit(request(3, [3], [5], prefixes=[[10**9]]))
+    engine.submit(request(4, [3], [5], SamplingParams(temperature=-1.0)))
+    engine.submit(request(5, [3], [5]))
+    outputs = run(engine)
+    assert [len(outputs[group, 0].tokens) for group in range(6)] == [0, 0, 0, 0, 0, 5]
+    assert {output.finish for output in outputs.values()} == {"length"}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_preemption_under_a_tiny_budget_changes_no_token(sampling: SamplingParams, build: Build) -> None:
+    work = [request(group, prompt(6, group), [40, 50], sampling) for group in range(4)]
+    roomy = build(rows=8, context=64)
+    tight = build(rows=8, context=64, kv=128)
+    expected, outputs = run(_submitted(roomy, *work)), run(_submitted(tight, *work))
+    assert roomy.stats().preemptions == 0
+    assert tight.stats().preemptions > 0
+    assert {k: o.tokens for k, o in outputs.items()} == {k: o.tokens for k, o in expected.items()}
+
+
+def test_many_long_continuations_at_once(build: Build, reference: Callable[[str], PreTrainedModel]) -> None:
+    """More tokens to recompute than one prefill takes: all come back and go on as if uninterrupted."""
+    model, start = reference("qwen3"), prompt(8)
+    prefixes = [prompt(100 + 37 * i) for i in range(12)]
+    engine = build(rows=12, context=600)
+    outputs = run(_submitted(engine, request(0, start, [5] * 12, prefixes=prefixes)))
+    for i, prefix in enumerate(prefixes):
+        assert outputs[0, i].tokens == generated(model, start + prefix, 5)
+
+
+# ---- interruption ------------------------------------------------------------------------------------------------
+
+
+def test_abort_and_continuation_equal_an_uninterrupted_run(build: Build) -> None:
+    budgets = [40, 35, 30]
+    work = [request(group, prompt(5 + group), budgets, SAMPLED) for group in range(3)]
+    expected = run(_submitted(build(rows=7), *work))
+    engine, outputs = _submitted(build(rows=7), *work), {}
+    run_until(engine, outputs, tokens=12)
+    last = engine.abort([0, 2])
+    assert all(not chunk.token_ids and chunk.finish == "abort" for chunk in last)
+    assert sorted((c.group, c.sample) for c in last) == [(g, i) for g in (0, 2) for i in range(3)]  # waiting ones too
+    collect(outputs, last)
+    begun = {key: outputs.pop(key) for key in [(g, i) for g in (0, 2) for i in range(3)]}
+    for group in (2, 0):
+        made = [begun[group, i].tokens for i in range(3)]
+        left = [budget - len(tokens) for budget, tokens in zip(budgets, made, strict=True)]
+        engine.submit(request(group, prompt(5 + group), left, SAMPLED, prefixes=made))
+    run(engine, outputs)
+    for key, whole in expected.items():
+        first = begun.get(key, Output())
+        assert first.tokens + outputs[key].tokens == whole.tokens
+        assert first.logprobs + outputs[key].logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+        assert outputs[key].finish == "length"
+
+
+def test_abort_of_everything_empties_the_engine(build: Build) -> None:
+    engine, outputs = _submitted(build(rows=2), request(0, prompt(4), [30] * 3), request(1, prompt(4), [30])), {}
+    assert engine.abort([7]) == []
+    run_until(engine, outputs, tokens=3)
+    collect(outputs, engine.abort())
+    assert not engine.has_work()
+    assert {key: output.finish for key, output in outputs.items()} == dict.fromkeys(
+        [(0, 0), (0, 1), (0, 2), (1, 0)], "abort"
+    )
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert len(run(_submitted(engine, request(2, prompt(4), [3])))[2, 0].tokens) == 3
+
+
+# ---- weights -----------------------------------------------------------------------------------------------------
+
+
+def test_an_older_engine_refuses_a_younger_group(build: Build, reference: Callable[[str], PreTrainedModel]) -> None:
+    engine = build()
+    assert engine.version == -1
+    engine.submit(request(0, prompt(4), [5, 5], min_version=0))
+    outputs = run(engine)
+    assert {(o.finish, len(o.tokens)) for o in outputs.values()} == {("refused", 0)}
+    assert len(outputs) == 2
+    engine.update_weights(3, weights_for(engine, reference("qwen3")))
+    for group, min_version, finish in ((1, 4, "refused"), (2, 3, "length"), (3, 0, "length")):
+        engine.submit(request(group, prompt(4), [5], min_version=min_version))
+        assert run(engine)[group, 0].finish == finish
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_new_weights_between_two_tokens(name: str, build: Build, reference: Callable[[str], PreTrainedModel]) -> None:
+    """Running samples go on with KV recomputed under the new weights; spans tell which version sampled which token."""
+    models = {-1: reference(name), 0: make_model(MODELS[name], seed=20), 1: make_model(MODELS[name], seed=21)}
+    engine, outputs = build(name, rows=5), {}
+    for group in range(2):
+        engine.submit(request(group, prompt(7 + group), [30, 20, 30], SAMPLED))
+    for version, tokens in ((0, 5), (1, 14)):
+        run_until(engine, outputs, tokens=tokens)
+        engine.update_weights(version, weights_for(engine, models[version]))
+        assert engine.version == version
+    run(engine, outputs)
+    assert outputs[0, 0].versions == [-1] * 5 + [0] * 9 + [1] * 16
+    for (group, _), output in outputs.items():
+        assert output.finish == "length"
+        for version, model in models.items():
+            scores = plain_logprobs(model, prompt(7 + group), output.tokens, SAMPLED.temperature)
+            at = [k for k, v in enumerate(output.versions) if v == version]
+            assert [output.logprobs[k] for k in at] == pytest.approx([scores[k] for k in at], abs=1e-5)
+
+
+def test_weight_specs_name_each_tensor_once(build: Build, reference: Callable[[str], PreTrainedModel]) -> None:
+    for name, tied in (("qwen3", True), ("llama", False)):
+        specs, state = build(name).weight_specs(), reference(name).state_dict()
+        assert set(state) - set(specs) == ({"lm_head.weight"} if tied else set())
+        assert all(specs[n] == (tuple(state[n].shape), torch.float32) for n in specs)
+
+
+def _rename(weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    return [("b.weight" if name == "model.norm.weight" else name, tensor) for name, tensor in weights]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_rename, r"unexpected b\.weight; missing model\.norm\.weight"),
+        (lambda w: w[:-1], r"missing model\.norm\.weight$"),
+        (lambda w: [], r"missing .*, .* and \d+ more"),
+        (lambda w: [*w, w[0]], r"given twice model\.embed_tokens\.weight"),
+        (
+            lambda w: [(n, t.double()) for n, t in w],
+            r"model\.embed_tokens\.weight is float64\[61, 32\] but must be float32\[61, 32\].* more",
+        ),
+        (lambda w: [(n, t[:-1]) for n, t in w[:1]] + w[1:], r"is float32\[60, 32\] but must be float32\[61, 32\]$"),
+    ],
+)
+def test_wrong_weights_change_nothing(
+    spoil: Callable[[list[tuple[str, torch.Tensor]]], list[tuple[str, torch.Tensor]]], message: str, build: Build
+) -> None:
+    engine, other = build(), make_model(MODELS["qwen3"], seed=20)
+    engine.update_weights(4, weights_for(engine, other))
+    before = run(_submitted(engine, request(0, prompt(5), [20])))[0, 0]
+    with pytest.raises(ValueError, match=message):
+        engine.update_weights(5, iter(spoil(weights_for(engine, make_model(MODELS["qwen3"], seed=21)))))
+    assert engine.version == 4
+    after = run(_submitted(engine, request(0, prompt(5), [20])))[0, 0]
+    assert (after.tokens, after.logprobs, after.versions) == (before.tokens, before.logprobs, [4] * 20)
+
+
+def test_a_bfloat16_engine_takes_bfloat16_only(build: Build, reference: Callable[[str], PreTrainedModel]) -> None:
+    engine = build(dtype=torch.bfloat16)
+    assert {dtype for _, dtype in engine.weight_specs().values()} == {torch.bfloat16}
+    new = make_model(MODELS["qwen3"], seed=20)
+    with pytest.raises(ValueError, match=r"is float32\[.*\] but must be bfloat16\["):
+        engine.update_weights(0, [(n, t.float()) for n, t in weights_for(engine, new)])
+    assert engine.version == -1
+    engine.update_weights(0, weights_for(engine, new))
+    output = run(_submitted(engine, request(0, prompt(5), [20], SAMPLED)))[0, 0]
+    expected = plain_logprobs(new.to(torch.bfloat16), prompt(5), output.tokens, SAMPLED.temperature)
+    assert output.logprobs == pytest.approx(expected, abs=0.3)
+    assert output.versions == [0] * 20
+
+
+def test_diverged_weights_are_an_error_not_a_token(build: Build) -> None:
+    engine = build()
+    spoiled = [
+        (name, torch.full_like(tensor, torch.nan))
+        for name, tensor in weights_for(engine, make_model(MODELS["qwen3"], 1))
+    ]
+    engine.update_weights(9, spoiled)
+    engine.submit(request(0, prompt(5), [5]))
+    with pytest.raises(RuntimeError, match="version 9"):
+        run(engine)
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------
+
+
+def test_statistics(build: Build) -> None:
+    engine = build(rows=3, context=64, kv=192)
+    assert not engine.has_work()
+    engine.submit(request(0, prompt(10), [20] * 4))
+    assert engine.has_work()
+    outputs: Outputs = {}
+    run_until(engine, outputs, tokens=2)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.preemptions) == (3, 1, 0)
+    assert stats.generated_tokens == sum(len(o.tokens) for o in outputs.values())
+    assert 0 < stats.kv_usage <= 1
+    run(engine, outputs)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_usage, stats.generated_tokens) == (0, 0, 0.0, 80)
+    assert stats.prompt_tokens >= 10
+    assert stats.busy_s > 0
+
+
+# ---- the embedded engine alone -----------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_prefilled_once_for_its_group(directories: dict[str, Path]) -> None:
+    engine = torch_engine(directories["qwen3"], max_num_seqs=3, max_model_len=64, kv_cache_tokens=192)
+    # The first stays until the fourth, which had to wait for a row, has borrowed the prompt from it.
+    outputs = run(_submitted(engine, request(0, prompt(10), [20, 5, 5, 5], SAMPLED)))
+    assert [len(outputs[0, i].tokens) for i in range(4)] == [20, 5, 5, 5]
+    assert engine.stats().prompt_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"kv_cache_tokens": 63}, "kv_cache_tokens=63 is below max_model_len=64"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_model_len": 1}, "max_model_len=1"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(
+    limits: dict[str, int], message: str, directories: dict[str, Path]
+) -> None:
+    usable = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_tokens": 64}
+    with pytest.raises(ValueError, match=message):
+        torch_engine(directories["qwen3"], **{**usable, **limits})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of kind chunked_attention"),
+    ],
+)
+def test_models_that_would_be_decoded_wrongly_are_refused(changes: dict[str, object], message: str) -> None:
+    model = make_model(Qwen3Config(**SIZES, **HEADS, **changes), seed=0)
+    with pytest.raises(ValueError, match=message):
+        TorchEngine(model, eos_token_ids=(EOS,), max_num_seqs=2, max_model_len=64, kv_cache_tokens=64)

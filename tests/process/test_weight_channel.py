@@ -1,0 +1,410 @@
+"""Weights move between real processes, over real NIXL and through real files; this process is the rollout instance."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from weight_role import differing, make_publisher, make_puller, shards, specs
+
+from psrl.rundir.keys import create_keys
+from psrl.rundir.layout import RunDir
+from psrl.weights.channel import nixl_available
+from psrl.weights.channel.background import BackgroundPull
+from psrl.weights.channel.base import PullError, StagedWeights
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(nixl_available() is not None, reason=f"nixl: {nixl_available()}"),
+]
+
+ROLE = Path(__file__).with_name("weight_role.py")
+DEADLINE_S = 60.0
+CHANNELS = ["nixl", "filesystem"]
+
+
+class Process:
+    """A child that speaks JSON lines; every answer has a deadline."""
+
+    def __init__(self, *args: object, **env: str) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, str(ROLE), *map(str, args)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            env={**os.environ, "PYTHONPATH": str(ROLE.parents[2]), **env},
+        )  # fmt: skip
+        self._rest = b""
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    def say(self, **command: object) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(json.dumps(command).encode() + b"\n")
+
+    def hear(self) -> dict:
+        """The next answer; lines that libraries print are passed over."""
+        assert self.child.stdout is not None
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            line, found, rest = self._rest.partition(b"\n")
+            if found:
+                self._rest = rest
+                if line.startswith(b"#"):
+                    return json.loads(line[1:])
+                continue
+            if not select.select([self.child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise TimeoutError(f"{self.child.args} did not answer within {DEADLINE_S} s")
+            data = os.read(self.child.stdout.fileno(), 65536)
+            if not data:
+                raise EOFError(f"{self.child.args} ended with {self.child.wait(10)}")
+            self._rest += data
+
+    def ask(self, **command: object) -> dict:
+        self.say(**command)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait(10)
+
+
+class World:
+    """A run directory and the processes around it."""
+
+    def __init__(self, path: Path) -> None:
+        self.run_dir = RunDir(path)
+        self.run_dir.create()
+        create_keys(self.run_dir)
+        self.processes: list[Process] = []
+
+    def publishers(self, channel: str, num_ranks: int, mib: int = 1, **env: str) -> list[Process]:
+        started = [
+            Process("publisher", channel, self.run_dir.path, rank, num_ranks, mib, **env) for rank in range(num_ranks)
+        ]
+        self.processes += started
+        for process in started:
+            assert process.hear()["ready"]
+        return started
+
+    def reader(self, channel: str, mib: int = 1, **env: str) -> Process:
+        process = Process("reader", channel, self.run_dir.path, mib, **env)
+        self.processes.append(process)
+        assert process.hear()["ready"]
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def publish(publishers: list[Process], version: int, incarnation: int = 0) -> None:
+    for process in publishers:
+        process.say(publish=[version, incarnation])
+    for process in publishers:
+        process.hear()
+
+
+def soon(seconds: float = DEADLINE_S) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_staged_weights_are_bit_equal_to_the_shards(world: World, channel: str, num_ranks: int) -> None:
+    publishers = world.publishers(channel, num_ranks)
+    puller = make_puller(channel, world.run_dir, specs(1))
+    for version in range(3):
+        publish(publishers, version)
+        staged = puller.pull(version, 0, soon())
+        assert (staged.version, staged.incarnation) == (version, 0)
+        assert differing(staged, 1, version) == []
+        assert staged.nbytes == sum(tensor.nbytes for _, tensor in staged.tensors())
+    puller.close()
+
+
+def test_the_transport_is_named(world: World) -> None:
+    expected = os.environ.get("UCX_TLS", "posix,cma,tcp")
+    assert make_puller("nixl", world.run_dir, specs(1)).transport == f"nixl ({expected})"
+    assert make_puller("filesystem", world.run_dir, specs(1)).transport == "filesystem"
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_version_can_be_pulled_only_when_every_rank_has_it_whole(world: World, channel: str) -> None:
+    first, second = world.publishers(channel, 2)
+    publish([first, second], 0)
+    publish([first], 1)
+    puller = make_puller(channel, world.run_dir, specs(1))
+    with pytest.raises(PullError, match="rank 1|r1.json") as caught:
+        puller.pull(1, 0, soon(2.0))
+    assert caught.value.retryable
+    publish([second], 1)
+    assert differing(puller.pull(1, 0, soon()), 1, 1) == []
+    puller.close()
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_version_that_is_not_kept_any_more_is_refused(world: World, channel: str) -> None:
+    publishers = world.publishers(channel, 1)
+    for version in range(3):
+        publish(publishers, version)
+    puller = make_puller(channel, world.run_dir, specs(1))
+    with pytest.raises(PullError, match="not held|not kept"):
+        puller.pull(0, 0, soon())
+    for version in (1, 2):
+        assert differing(puller.pull(version, 0, soon()), 1, version) == []
+    puller.close()
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_wrong_names_or_dtypes_are_refused_by_name_and_for_good(world: World, channel: str) -> None:
+    publish(world.publishers(channel, 1), 0)
+    renamed = {("other" if name == "scale" else name): spec for name, spec in specs(1).items()}
+    float32 = {name: (shape, torch.float32) for name, (shape, _) in specs(1).items()}
+    for expected, message in [(renamed, "unexpected scale; missing other"), (float32, "published as bfloat16")]:
+        puller = make_puller(channel, world.run_dir, expected)
+        with pytest.raises(PullError, match=message) as caught:
+            puller.pull(0, 0, soon())
+        assert not caught.value.retryable
+        puller.close()
+
+
+def test_publishing_the_next_version_does_not_disturb_a_reader(world: World) -> None:
+    publishers = world.publishers("nixl", 1, mib=8)
+    publish(publishers, 0)
+    puller = make_puller("nixl", world.run_dir, specs(8))
+    during = []
+
+    def publish_next(_arrived: int) -> None:
+        if not during:
+            during.append(publishers[0].ask(publish=[1, 0]))
+
+    puller.on_progress = publish_next
+    assert differing(puller.pull(0, 0, soon()), 8, 0) == []
+    assert during[0]["revoked"] == 0
+    assert differing(puller.pull(1, 0, soon()), 8, 1) == []
+    puller.close()
+
+
+def test_a_slow_reader_loses_its_slot_and_notices(world: World) -> None:
+    publishers = world.publishers("nixl", 1, mib=8)
+    publish(publishers, 0)
+    puller = make_puller("nixl", world.run_dir, specs(8))
+    during = []
+
+    def publish_two(_arrived: int) -> None:
+        if not during:
+            during.extend([publishers[0].ask(publish=[1, 0]), publishers[0].ask(publish=[2, 0])])
+
+    puller.on_progress = publish_two
+    with pytest.raises(PullError, match="overwrote version 0"):
+        puller.pull(0, 0, soon())
+    assert [answer["revoked"] for answer in during] == [0, 1]
+    assert differing(puller.pull(2, 0, soon()), 8, 2) == []
+    puller.close()
+
+
+def test_readers_do_not_queue_behind_each_other(world: World) -> None:
+    publishers = world.publishers("nixl", 1, mib=4)
+    publish(publishers, 0)
+    others = [world.reader("nixl", 4), world.reader("nixl", 4)]
+    puller = make_puller("nixl", world.run_dir, specs(4))
+    during: list[dict] = []
+
+    def let_others_read(_arrived: int) -> None:
+        # This reader is in the middle of its read, and stays there until both others are through.
+        if not during:
+            for other in others:
+                other.say(pull=[0, 0, DEADLINE_S])
+            during.extend(other.hear() for other in others)
+
+    puller.on_progress = let_others_read
+    assert differing(puller.pull(0, 0, soon()), 4, 0) == []
+    assert [answer["differing"] for answer in during] == [[], []]
+    assert publishers[0].ask(readers=True)["peak"] >= 2
+    puller.close()
+
+
+def test_a_killed_publisher_fails_the_pull_and_its_successor_is_found(world: World) -> None:
+    publishers = world.publishers("nixl", 2, mib=8)
+    publish(publishers, 0)
+    puller = make_puller("nixl", world.run_dir, specs(8))
+    earlier = puller.pull(0, 0, soon())
+    publish(publishers, 1)
+    puller.on_progress = lambda _arrived: publishers[1].kill()
+    with pytest.raises(PullError) as caught:
+        puller.pull(1, 0, soon())
+    assert "deadline" not in caught.value.cause and caught.value.retryable
+    with pytest.raises(RuntimeError, match="are gone"):
+        next(earlier.tensors())  # the torn buffer can not be taken for weights
+    publishers[0].kill()
+    puller.on_progress = None
+    successors = world.publishers("nixl", 2, mib=8)
+    publish(successors, 0, incarnation=1)
+    staged = puller.pull(0, 1, soon())
+    assert differing(staged, 8, 0) == []
+    puller.close()
+
+
+def test_a_running_publisher_of_an_older_incarnation_is_left_for_its_successor(world: World) -> None:
+    publish(world.publishers("nixl", 1), 5, incarnation=0)
+    puller = make_puller("nixl", world.run_dir, specs(1))
+    puller.pull(5, 0, soon())
+    publish(world.publishers("nixl", 2), 3, incarnation=1)  # another number of ranks, too
+    assert differing(puller.pull(3, 1, soon()), 1, 3) == []
+    puller.close()
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_nothing_published_is_an_error_by_the_deadline(world: World, channel: str) -> None:
+    puller = make_puller(channel, world.run_dir, specs(1))
+    with pytest.raises(PullError):
+        puller.pull(0, 0, soon(0.5))
+    puller.close()
+
+
+def test_a_stopped_publisher_fails_the_pull_by_its_deadline(world: World) -> None:
+    publishers = world.publishers("nixl", 1)
+    publish(publishers, 0)
+    puller = make_puller("nixl", world.run_dir, specs(1))
+    os.kill(publishers[0].pid, signal.SIGSTOP)
+    with pytest.raises(PullError, match="deadline"):
+        puller.pull(0, 0, soon(1.0))
+    os.kill(publishers[0].pid, signal.SIGCONT)
+    assert differing(puller.pull(0, 0, soon()), 1, 0) == []
+    puller.close()
+
+
+def test_a_publisher_stopped_in_mid_transfer_keeps_only_the_abandoned_buffer(world: World) -> None:
+    # Over TCP the publisher's own progress is needed, so the read hangs; its bytes arrive later, after it was given up.
+    tcp = {"UCX_TLS": "tcp"}
+    publishers = world.publishers("nixl", 1, mib=16, **tcp)
+    publish(publishers, 0)
+    reader = world.reader("nixl", 16, **tcp)
+    failed = reader.ask(pull=[0, 0, 2.0], stop=publishers[0].pid)
+    assert "deadline" in failed["error"] and failed["hanging"] == 1
+    os.kill(publishers[0].pid, signal.SIGCONT)
+    publish(publishers, 1)
+    for _ in range(3):
+        again = reader.ask(pull=[1, 0, DEADLINE_S])
+        assert again["differing"] == []
+    assert again["hanging"] == 0
+    assert publishers[0].ask(readers=True)["now"] == 0
+
+
+def test_a_killed_reader_holds_nothing_up(world: World) -> None:
+    publishers = world.publishers("nixl", 1, mib=8)
+    publish(publishers, 0)
+    reader = world.reader("nixl", 8)
+    reader.say(pull=[0, 0, DEADLINE_S], announce=1)
+    assert reader.hear() == {"started": True}
+    reader.kill()
+    for version in (1, 2, 3):
+        assert publishers[0].ask(publish=[version, 0])["nbytes"] > 0
+    end = soon()
+    while publishers[0].ask(readers=True)["now"] and time.monotonic() < end:
+        time.sleep(0.05)
+    assert publishers[0].ask(readers=True)["now"] == 0
+    puller = make_puller("nixl", world.run_dir, specs(8))
+    assert differing(puller.pull(3, 0, soon()), 8, 3) == []
+    puller.close()
+
+
+def test_bytes_that_changed_after_publication_are_never_staged(world: World) -> None:
+    publishers = world.publishers("nixl", 1)
+    publish(publishers, 0)
+    publishers[0].ask(scribble=0)
+    puller = make_puller("nixl", world.run_dir, specs(1))
+    with pytest.raises(PullError, match="wrong checksum"):
+        puller.pull(0, 0, soon())
+    puller.close()
+
+
+@pytest.mark.parametrize("fault", ["altered", "short", "gone"])
+def test_a_damaged_file_is_never_staged(world: World, fault: str) -> None:
+    publish(world.publishers("filesystem", 1), 0)
+    payload = world.run_dir.weights / "v0-0-r0.bin"
+    data = payload.read_bytes()
+    payload.unlink()
+    if fault != "gone":
+        payload.write_bytes(data[:4096] + bytes([data[4096] ^ 1]) + data[4097:] if fault == "altered" else data[:-100])
+    puller = make_puller("filesystem", world.run_dir, specs(1))
+    with pytest.raises(PullError, match=r"v0-0-r0\.bin"):
+        puller.pull(0, 0, soon(1.0))
+    payload.write_bytes(data)  # it has become visible at last
+    assert differing(puller.pull(0, 0, soon()), 1, 0) == []
+    puller.close()
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_versions_only_go_forward(tmp_path: Path, channel: str) -> None:
+    world = World(tmp_path)
+    publisher = make_publisher(channel, world.run_dir, 0, 1)
+    publisher.serve()
+    publisher.publish(4, 1, shards(1, 4, 0, 1))
+    for version, incarnation in [(4, 1), (3, 1), (9, 0)]:
+        with pytest.raises(ValueError, match="not newer than the published version 4 of incarnation 1"):
+            publisher.publish(version, incarnation, shards(1, 4, 0, 1))
+    with pytest.raises(ValueError, match="fixed for a run"):
+        publisher.publish(5, 1, shards(1, 4, 0, 1)[1:])
+    publisher.publish(2, 2, shards(1, 2, 0, 1))
+    publisher.close()
+
+
+def test_an_idle_publisher_sleeps(world: World) -> None:
+    publishers = world.publishers("nixl", 1)
+    publish(publishers, 0)
+    puller = make_puller("nixl", world.run_dir, specs(1))
+    puller.pull(0, 0, soon())
+    assert publishers[0].ask(idle=3.0)["cpu"] < 0.1
+    puller.close()
+
+
+def test_a_pull_runs_beside_the_loop_and_one_at_a_time(world: World) -> None:
+    publishers = world.publishers("nixl", 1, mib=8)
+    publish(publishers, 0)
+    background = BackgroundPull(make_puller("nixl", world.run_dir, specs(8)), timeout_s=DEADLINE_S)
+    assert background.poll() is None and not background.busy
+    background.start(0, 0)
+    with pytest.raises(RuntimeError, match="another one is going on"):
+        background.start(0, 0)
+    outcome, end = None, soon()
+    while outcome is None and time.monotonic() < end:
+        outcome = background.poll()
+        time.sleep(0.001)
+    assert isinstance(outcome, StagedWeights) and outcome.pull_s > 0
+    assert differing(outcome, 8, 0) == []
+    assert not background.busy and background.poll() is None
+    background.start(7, 0)
+    failure, end = None, soon()
+    while failure is None and time.monotonic() < end:
+        failure = background.poll()
+        time.sleep(0.001)
+    assert isinstance(failure, PullError) and "version 7" in failure.cause
+    background.close()
+
+
+def test_closing_ends_a_pull_that_hangs(world: World) -> None:
+    publishers = world.publishers("nixl", 1)
+    publish(publishers, 0)
+    os.kill(publishers[0].pid, signal.SIGSTOP)
+    background = BackgroundPull(make_puller("nixl", world.run_dir, specs(1)), timeout_s=3600.0)
+    background.start(0, 0)
+    background.close()
+    assert not background.busy
