@@ -134,7 +134,7 @@ class TinyModelConfig:
     max_position_embeddings: int = 1024
     warm_start_steps: int = 600
     """Most supervised steps on solved examples of the task, so that RL has something to improve; 0 for random weights."""
-    warm_start_accuracy: float = 0.4
+    warm_start_accuracy: float = 0.45
     """The warm start ends as soon as the expected reward on held-out examples reaches this."""
     warm_start_lr: float = 2e-3
     seed: int = 0

@@ -21,7 +21,7 @@ from psrl.net.link import COORDINATOR
 from psrl.net.server import Server
 from psrl.outcome import Outcome, publish_outcome
 from psrl.protocol.control import Hello, ToCoordinator
-from psrl.role import Role, start_role
+from psrl.role import Role, run_role, start_role
 from psrl.rundir.endpoints import Endpoint, latest_endpoint, publish_next_endpoint
 from psrl.rundir.keys import load_keys
 from psrl.rundir.segments import delete_segments, list_segments
@@ -210,4 +210,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_role(main)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 BATCH = 32
 WARMUP_STEPS = 30
 HELD_OUT = 128
-EVALUATE_EVERY = 10
+EVALUATE_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True)

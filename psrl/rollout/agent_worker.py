@@ -22,7 +22,7 @@ from psrl.net.link import AsyncCoordinatorLink, CoordinatorGoneError
 from psrl.protocol import control as c
 from psrl.protocol.generation import AbortRequest, SamplingParams, TokenChunks
 from psrl.protocol.samples import SampleRef
-from psrl.role import Role, start_role
+from psrl.role import Role, run_role, start_role
 from psrl.rollout.group_work import GroupWork
 from psrl.rollout.scoring import RewardTypeError, ScoreResult, ScoringPool
 from psrl.rundir.keys import load_keys
@@ -318,4 +318,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_role(main)

@@ -19,7 +19,7 @@ from psrl.net.server import Server
 from psrl.net.waiting import wait
 from psrl.protocol import control as c
 from psrl.protocol.generation import FINISH_REFUSED, AbortRequest, EngineStats, GenerateRequest, TokenChunk, TokenChunks
-from psrl.role import Role, start_role
+from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
 from psrl.rundir.keys import load_keys
@@ -248,4 +248,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_role(main)

@@ -181,6 +181,7 @@ def role_environment(run_dir: RunDir) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     env.setdefault("HF_HUB_OFFLINE", "1")
     env.setdefault("TRANSFORMERS_OFFLINE", "1")
+    env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too: a log is no terminal
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("PYTHONHASHSEED", "0")
     return env

@@ -22,12 +22,13 @@ class FileTask:
 
     def __init__(self, path: Path, prompt_key: str = "prompt", check_sources: bool = True):
         self.path, self.prompt_key, self._check_sources = path, prompt_key, check_sources
-        if not path.is_file():
-            raise ConfigError(f"data.train_files={path} does not exist or is not a file: give a .parquet or .jsonl file.")
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(f"data.train_files={path} has the ending {path.suffix!r}: allowed are {' and '.join(SUFFIXES)}.")
 
     def items(self) -> Iterator[TaskItem]:
+        """Raises ConfigError naming file and row for what cannot be read. Only this touches the file: scoring needs none of it."""
+        if not self.path.is_file():
+            raise ConfigError(f"data.train_files={self.path} does not exist or is not a file: give a .parquet or .jsonl file.")
+        if self.path.suffix not in SUFFIXES:
+            raise ConfigError(f"data.train_files={self.path} has the ending {self.path.suffix!r}: allowed are {' and '.join(SUFFIXES)}.")
         for number, row in enumerate(_rows(self.path)):
             yield self._item(number, row)
 
@@ -57,6 +58,7 @@ class FileTask:
         )
 
     def score(self, answer: Answer) -> float:
+        """By the built-in verifier of the data source."""
         return VERIFIERS[answer.data_source](answer.solution_str, answer.ground_truth)
 
 

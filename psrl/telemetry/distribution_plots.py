@@ -98,7 +98,8 @@ def length_histogram(rows: Sequence[Row]) -> Figure | None:
         widths = [bucket_width(lower) for lower in counts]
         # Density, not counts: buckets grow with the length, and a wide bucket must not look like many samples.
         heights = [count / total / width for count, width in zip(counts.values(), widths, strict=True)]
-        axes.bar(list(counts), heights, widths, align="edge", color=colour, alpha=0.65, label=name, linewidth=0)
+        edges = [lower - 0.5 for lower in counts]  # a length is a whole number: its bar is centred on it
+        axes.bar(edges, heights, widths, align="edge", color=colour, alpha=0.65, label=name, linewidth=0)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     finish(axes, "How long trained responses were", "", xlabel="response tokens", legend=True)

@@ -84,9 +84,10 @@ def instance_time(tracks: Sequence[Track]) -> Figure | None:
     if len(shares) > MAX_INSTANCE_BARS:
         busy = sorted(shares, key=lambda name: shares[name][0])
         mean = [sum(column) / len(shares) for column in zip(*shares.values(), strict=True)]
-        shares = {f"mean of {len(busy)}": mean, busy[-1]: shares[busy[-1]], busy[0]: shares[busy[0]]}
+        most, least = busy[-1], busy[0]
+        shares = {f"mean of {len(busy)}": mean, f"most: {most}": shares[most], f"least: {least}": shares[least]}
     figure, (axes,) = new_figure(HALF)
-    for row, (name, (busy_share, switch_share)) in enumerate(shares.items()):
+    for row, (busy_share, switch_share) in enumerate(shares.values()):
         left = 0.0
         for part, share in (
             (BUSY, busy_share),
@@ -96,8 +97,8 @@ def instance_time(tracks: Sequence[Track]) -> Figure | None:
             axes.barh(-row, share, 0.6, left, color=COLOURS[part], label=label(part) if not row else None)
             left += share
         if busy_share > 0.08:
-            text = {"ha": "center", "va": "center", "color": "white", "fontweight": "bold"}
-            axes.text(busy_share / 2, -row, f"{busy_share:.0%}", **text)
+            middle = busy_share / 2
+            axes.text(middle, -row, f"{busy_share:.0%}", ha="center", va="center", color="white", fontweight="bold")
     axes.set_ylim(-max(len(shares), 4) + 0.4, 0.6)
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
@@ -162,7 +163,7 @@ def _dense_lane(axes: Axes, height: float, spans: Sequence[Span], window: tuple[
     width_s = (window[1] - window[0]) / BINS
     left = [window[0] - zero_s + index * width_s for index in range(BINS)]
     bottom = [height - 0.28] * BINS
-    for name in [name for name in DRAWN if name not in (IDLE, PULL)] + [IDLE]:
+    for name in [*(name for name in DRAWN if name not in (IDLE, WAIT, PULL)), WAIT, IDLE]:
         shares = binned([span for span in spans if span.name == name], window, BINS)
         room = [max(height + 0.28 - low, 0.0) for low in bottom]  # idle fills up what nothing else took
         tall = [min(share * 0.56, most) for share, most in zip(shares, room, strict=True)]

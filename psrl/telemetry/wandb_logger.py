@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from psrl.telemetry.metrics import STEP_KEY, TIME_KEY, MetricsTail, Row
+from psrl.telemetry.metrics import STEP_KEY, MetricsTail, Row
 from psrl.telemetry.step_metrics import bucket_width
 
 POLL_S = 1.0
@@ -125,7 +125,7 @@ def wandb_row(row: Mapping[str, Any], histogram: Callable[..., Any]) -> dict[str
         if key in HISTOGRAMS:
             if value:
                 out[key] = histogram(np_histogram=histogram_arrays(value, HISTOGRAMS[key]))
-        elif value is not None and key != TIME_KEY:
+        elif value is not None:
             out[key] = value
     return out
 

@@ -15,7 +15,7 @@ from psrl.models.resolve import run_model
 from psrl.net.link import CoordinatorGoneError
 from psrl.protocol import control as c
 from psrl.protocol.samples import Group
-from psrl.role import Role, start_role
+from psrl.role import Role, run_role, start_role
 from psrl.rundir.segments import read_sample
 from psrl.telemetry.metrics import MetricsWriter
 from psrl.telemetry.step_metrics import step_metrics
@@ -199,4 +199,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_role(main)
