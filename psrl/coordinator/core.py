@@ -16,7 +16,7 @@ from psrl.coordinator.placement import Placement
 from psrl.coordinator.prompts import PromptSource
 from psrl.coordinator.records import AnyRecord, Occupy, Position, Release
 from psrl.coordinator.routing import Router, eligible
-from psrl.coordinator.staleness import Entry, Staleness
+from psrl.coordinator.staleness import Entry, Staleness, StalenessViolation
 from psrl.coordinator.sync import greedy_pulls
 from psrl.coordinator.views import AgentView, InstanceView
 from psrl.protocol import control as c
@@ -42,6 +42,7 @@ class Settings:
     num_instances: int
     num_agents: int
     startup_timeout_s: float
+    """Longest time without an instance that has weights: at the start, or when all have fallen silent."""
     missing_timeout_s: float
     """A trainer or supervisor whose connection is lost must be back within this."""
 
@@ -72,8 +73,8 @@ class Coordinator:
         self.gone_for_good: dict[str, set[str]] = {"instance": set(), "agent_loop": set()}
         self.draining: c.Drain | None = None
         self.ended: c.Shutdown | None = None
-        self.was_ready = False
-        self.started_s = now_s
+        self.pids: dict[str, int] = {}
+        self.started_s = self.last_ready_s = now_s
         for r in staleness.open_groups():
             self.placement.open(r.group, Position(r.data_epoch, r.prompt, r.attempt), r.version)
 
@@ -88,6 +89,8 @@ class Coordinator:
 
     def lost(self, name: str, cause: str, now_s: float) -> None:
         """The connection of a role is gone."""
+        if self.ended is not None:  # everybody leaves now
+            return
         if name in self.placement.instances:
             self._instance_down(name, cause)
         elif name in self.placement.agents:
@@ -107,9 +110,11 @@ class Coordinator:
         for name, deadline_s in self.missing.items():
             if now_s >= deadline_s:
                 self.end("failed", f"{name} has been unreachable for {self.settings.missing_timeout_s:g} s")
-        if not self.was_ready and now_s - self.started_s > self.settings.startup_timeout_s:
+        if any(i.alive and i.version >= 0 for i in self.placement.instances.values()):
+            self.last_ready_s = now_s
+        elif now_s - self.last_ready_s > self.settings.startup_timeout_s:
             who = "the trainer" if self.pullable_version < 0 else "a rollout instance with weights"
-            self.end("failed", f"{who} was not there psrl.fault_tolerance.startup_timeout_s={self.settings.startup_timeout_s:g} s after the start")
+            self.end("failed", f"{who} was not there for psrl.fault_tolerance.startup_timeout_s={self.settings.startup_timeout_s:g} s")
 
     def advance(self, now_s: float) -> None:
         """Everything that can go on now does: pulls, waiting samples, new groups, the next buffer."""
@@ -133,6 +138,7 @@ class Coordinator:
     def _hello(self, sender: str, hello: c.Hello, now_s: float) -> None:
         before = len(self.outbox)
         self.missing.pop(sender, None)
+        self.pids[sender] = hello.pid
         match hello.state:
             case c.InstanceState() as state:
                 self._instance_hello(sender, state)
@@ -140,8 +146,10 @@ class Coordinator:
                 self._agent_hello(sender, state, now_s)
             case c.TrainerState() as state:
                 self._trainer_hello(sender, state)
-            case _:
+            case c.SupervisorState() as state:
                 self.supervisors.add(sender)
+                for down in state.gone:
+                    self._gone_for_good(down)
         welcome = c.Welcome(epoch=self.epoch, incarnation=self.staleness.incarnation, hello_sent_s=hello.sent_s, now_s=now_s)
         self.outbox.insert(before, (sender, welcome))
 
@@ -173,7 +181,12 @@ class Coordinator:
 
     def _trainer_hello(self, name: str, state: c.TrainerState) -> None:
         self.trainer = name
-        if starts := self.staleness.start(state.resumed_from, state.start_nonce):
+        try:
+            starts = self.staleness.start(state.resumed_from, state.start_nonce)
+        except StalenessViolation as error:  # of its checkpoint, not of ours: a restart would meet it again
+            self.end("failed", f"{name} cannot go on: {error}")
+            return
+        if starts:
             # A new trainer: what its checkpoint does not cover is open again, every instance must pull again.
             for group in list(self.placement.groups):
                 self._abort(group, "restart")
@@ -194,9 +207,13 @@ class Coordinator:
     def _child_down(self, sender: str, down: c.ChildDown, now_s: float) -> None:
         log.warning("%s %s ended by %s%s", down.role, down.name, down.cause, "; it is started again" if down.restarting else "")
         self.counters[f"deaths/{down.role}"] += 1
-        self.lost(down.name, down.cause, now_s)
-        if down.restarting:
-            return
+        if self.pids.get(down.name) == down.pid:
+            self.lost(down.name, down.cause, now_s)
+        if not down.restarting:
+            self._gone_for_good(down)
+
+    def _gone_for_good(self, down: c.ChildDown) -> None:
+        """No restart is left: the run ends if it cannot do without."""
         gone = self.gone_for_good.get(down.role, set())
         gone.add(down.name)
         if down.role == "trainer":
@@ -244,7 +261,6 @@ class Coordinator:
     def _pull_done(self, sender: str, done: c.PullDone, now_s: float) -> None:
         if view := self.placement.instances.get(sender):
             view.version, view.incarnation, view.pulling, view.draining = done.version, done.incarnation, -1, False
-            self.was_ready = True
 
     def _pull_failed(self, sender: str, failed: c.PullFailed, now_s: float) -> None:
         if view := self.placement.instances.get(sender):

@@ -20,7 +20,7 @@ from psrl.coordinator.staleness import Staleness
 from psrl.net.link import COORDINATOR
 from psrl.net.server import Server
 from psrl.outcome import Outcome, publish_outcome
-from psrl.protocol.control import Hello, ToCoordinator
+from psrl.protocol.control import Hello, Leaving, ToCoordinator
 from psrl.role import Role, run_role, start_role
 from psrl.rundir.endpoints import Endpoint, latest_endpoint, publish_next_endpoint
 from psrl.rundir.keys import load_keys
@@ -34,7 +34,7 @@ DURABLE = (Occupy, Take, Checkpoint, Start, End)
 machine is made again; a process that dies loses neither, since every record is written before it is spoken of."""
 FENCE_CHECK_S = 5.0
 FAREWELL_S = 2.0
-"""After the verdict the loop goes on this long, so that every role hears it."""
+"""After the verdict the loop goes on this long at most, so that a role which is just connecting hears it too."""
 
 
 class Service:
@@ -102,6 +102,8 @@ class Service:
                 self.peers[message.name] = peer
             if (name := self.names.get(peer)) is not None:
                 self.core.handle(name, message, now)
+                if isinstance(message, Leaving):
+                    self.peers.pop(name, None)
         for peer in self.server.lost_peers():
             name = self.names.pop(peer, "")
             if name and self.peers.get(name) == peer:
@@ -146,7 +148,8 @@ class Service:
         publish_outcome(self.role.run_dir, outcome)
         log.info("the run is over: %s %s", verdict.status, verdict.cause)
         until = time.monotonic() + FAREWELL_S
-        while self.peers and (left := until - time.monotonic()) > 0:
+        # Supervisors stay until this process has ended.
+        while self.peers.keys() - self.core.supervisors and (left := until - time.monotonic()) > 0:
             self._receive(left)
             self._commit()
         self.server.close()

@@ -29,9 +29,10 @@ class Hello(Message):
 
 
 class SupervisorState(Message):
-    """What a node's supervisor runs."""
+    """What a node's supervisor runs, and which of its children are gone for good: a new coordinator has not heard."""
 
     children: list[str] = []
+    gone: list[ChildDown] = []
 
 
 class InstanceState(Message):
@@ -101,6 +102,8 @@ class ChildDown(Message):
     name: str
     cause: str
     restarting: bool
+    pid: int
+    """Of the process that ended: its successor may have said hello before this is heard."""
 
 
 class Drain(Message):

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -91,17 +92,18 @@ class AgentLoop:
         try:
             return await self.over
         finally:
-            for task in [*self.tasks, *(c.task for c in self.connections.values())]:
+            for task in self.tasks:
                 task.cancel()
             await self.pool.close()
             self.writer.close()
             self.link.close("leaving")
 
-    def _spawn(self, coroutine) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task whose failure ends this process: nothing fails in silence."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
@@ -195,15 +197,18 @@ class AgentLoop:
             )
         )
         client.connect(info.endpoint)
-        task = asyncio.get_running_loop().create_task(self._hear_instance(info.name, client))
-        self.connections[info.name] = Connection(info.endpoint, client, task)
+        self.connections[info.name] = Connection(info.endpoint, client, self._spawn(self._hear_instance(info, client)))
 
-    async def _hear_instance(self, name: str, client: AsyncClient) -> None:
-        while client.client.broken is None:
+    async def _hear_instance(self, info: c.InstanceInfo, client: AsyncClient) -> None:
+        """Until the connection is lost. Whether the instance itself is gone only the coordinator says; until then a new
+        connection is tried, so that what is routed there meanwhile finds either it or, with that word, another place."""
+        longest_silence_s = self.role.config.psrl.fault_tolerance.heartbeat_timeout_s
+        while client.client.broken is None and client.client.server_silent_s() <= longest_silence_s:
             for message in await client.recv(1.0):
-                self._chunks(name, message)
-        log.warning("connection to %s: %s", name, client.client.broken)
-        self._lose(name)
+                self._chunks(info.name, message)
+        log.info("connection to %s: %s", info.name, client.client.broken or client.client.trouble or "it does not answer")
+        self._lose(info.name)
+        self._connect(info)
 
     def _lose(self, name: str) -> None:
         """An instance is gone: keep what it streamed, make the rest elsewhere."""
@@ -215,12 +220,14 @@ class AgentLoop:
             connection.task.cancel()
         moves: list[tuple[int, str, int]] = []
         routes: list[tuple[int, int]] = []
+        tokens = 0
         for group, held in self.held.items():
             if lost := held.work.lost(name):
                 moves.append((group, name, len(lost)))
                 routes += [(group, sample) for sample in lost]
+                tokens += sum(len(held.work.samples[sample].token_ids) for sample in lost)
         if routes:
-            log.warning("%d samples of %d groups were at %s: they go on elsewhere with their tokens", len(routes), len(moves), name)
+            log.warning("%d samples of %d groups were at %s: they go on elsewhere with their %d tokens", len(routes), len(moves), name, tokens)
             self.link.send(c.SampleMoves(left=moves))
             self.link.send(c.RouteRequest(samples=routes))
 

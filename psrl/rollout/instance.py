@@ -121,6 +121,9 @@ class Instance:
                     refused = TokenChunk(group=message.group, sample=sample.sample, token_ids=[], logprobs=[], spans=[], finish=FINISH_REFUSED)
                     self.pending[peer].append(refused)
             else:
+                if self.owner.get(message.group, peer) != peer:  # on an earlier connection, whose loss is not noticed yet
+                    self.engine.abort([message.group])
+                    self.outstanding.pop(message.group)
                 self.owner[message.group] = peer
                 self.outstanding[message.group] += len(message.samples)
                 self.engine.submit(message)

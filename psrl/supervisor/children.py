@@ -52,6 +52,7 @@ class ChildEvent:
     role: str
     name: str
     generation: int
+    pid: int
     returncode: int
     cause: str
     finished: bool
@@ -64,13 +65,14 @@ def restart_delay_s(restarts: int) -> float:
     return min(_FIRST_DELAY_S * 2.0 ** min(restarts, 16), _LONGEST_DELAY_S)
 
 
-def judge_end(spec: ChildSpec, generation: int, returncode: int, asked: bool) -> ChildEvent:
+def judge_end(spec: ChildSpec, generation: int, pid: int, returncode: int, asked: bool) -> ChildEvent:
     """What the end of generation `generation` (0: the first start) means. `asked`: somebody had stopped it."""
     finished = asked or returncode == 0
     return ChildEvent(
         role=spec.role,
         name=spec.name,
         generation=generation,
+        pid=pid,
         returncode=returncode,
         cause=describe_exit(returncode),
         finished=finished,
@@ -200,7 +202,7 @@ class Children:
     def _end(self, child: _Child) -> ChildEvent:
         process = self._process(child)
         kill_group(process)  # what it started must not hold its GPU, ports or files any longer
-        event = judge_end(child.spec, child.generation, process.wait(), child.asked)
+        event = judge_end(child.spec, child.generation, process.pid, process.wait(), child.asked)
         self._forget(child)
         if event.restarting:
             child.start_at = time.monotonic() + restart_delay_s(child.generation)

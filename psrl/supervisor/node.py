@@ -88,12 +88,13 @@ class NodeSupervisor:
         self.signal_seen = ""
         self.drain_sent = False
         self.unsent: list[c.Message] = []
+        self.gone: list[c.ChildDown] = []
         self.verdict: Outcome | None = None
         self.give_up_at: float | None = None
         self.cause = ""
 
     def _state(self) -> c.SupervisorState:
-        return c.SupervisorState(children=self.children.alive())
+        return c.SupervisorState(children=self.children.alive(), gone=self.gone)
 
     def run(self) -> int:
         """Start the roles, watch them until the verdict, end them. Exit code 0 only for a completed run."""
@@ -140,7 +141,10 @@ class NodeSupervisor:
         self.incidents.write(role=event.role, name=event.name, cause=event.cause, restarting=event.restarting)
         if event.role == "logger":
             return
-        self.unsent.append(c.ChildDown(role=event.role, name=event.name, cause=event.cause, restarting=event.restarting))
+        down = c.ChildDown(role=event.role, name=event.name, cause=event.cause, restarting=event.restarting, pid=event.pid)
+        self.unsent.append(down)
+        if not event.restarting:
+            self.gone.append(down)
         if event.critical and not event.restarting:
             self.give_up_at = time.monotonic() + VERDICT_GRACE_S
             self.cause = f"{event.name} ended by {event.cause}"

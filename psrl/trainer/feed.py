@@ -106,8 +106,10 @@ class Feed:
         while self.over is None:
             for message in self.link.poll(1.0):
                 self._note(message)
-        self.link.close()
         return self.over
+
+    def close(self) -> None:
+        self.link.close("leaving")
 
 
 _encode = msgspec.msgpack.Encoder().encode

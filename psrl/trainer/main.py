@@ -52,6 +52,7 @@ class Trainer:
         self.total_steps = config.trainer.total_training_steps
         self.checkpoint_version = self.version
         self.timings: dict[str, float] = {}
+        self.save_s = 0.0
 
     def _resume(self) -> int:
         """Load the newest complete checkpoint; returns its version, 0 for a fresh start."""
@@ -83,7 +84,8 @@ class Trainer:
                 break
             self._train(order, incarnation, begun)
         if self.checkpoint_version != self.version:
-            self._checkpoint()
+            self._save()
+            self._mark_complete()
         if self.feed is not None:
             self.feed.finish(self.version, drained=drained)
 
@@ -98,8 +100,9 @@ class Trainer:
         self.version += 1
         self._publish(incarnation)
         freq = self.role.config.trainer.save_freq
-        if self.version == self.total_steps or (freq > 0 and self.version % freq == 0):
-            self._checkpoint()
+        due = self.version == self.total_steps or (freq > 0 and self.version % freq == 0)
+        if due:
+            self._save()
         if self.metrics is not None:
             groups = [result.groups.get(i) or self._read(taken) for i, taken in enumerate(buffer.groups)]
             lags = [buffer.buffer - taken.version for taken in buffer.groups]
@@ -107,6 +110,8 @@ class Trainer:
             extra = result.metrics | {f"rollout/{name}": count for name, count in buffer.counters.items() if "/prompt_" not in name}
             self.metrics.write(step_metrics(groups, lags, self.timings, step=self.version, extra=extra))
         self.timings = {}
+        if due:  # last: a complete checkpoint promises that the rows of all its steps are there
+            self._mark_complete()
 
     # ---- parts -----------------------------------------------------------------------------------------------
 
@@ -146,24 +151,27 @@ class Trainer:
             self.feed.published(self.version)
         self._timed("push_weights", PUSH, begun)
 
-    def _checkpoint(self) -> None:
-        """All ranks write their shards, rank 0 marks the directory complete and only then says so."""
+    def _save(self) -> None:
+        """All ranks write their shards of a checkpoint that is not complete yet."""
         begun = time.monotonic()
         root = self.role.run_dir.checkpoints
-        path = checkpoints.step_directory(root, self.version)
         if self.rank == 0:
             checkpoints.begin(root, self.version, self.actor.checkpoint_bytes())
         self._barrier()
-        self.actor.save(path)
+        self.actor.save(checkpoints.step_directory(root, self.version))
         self._barrier()
-        seconds = time.monotonic() - begun
+        self._timed("save_checkpoint", CHECKPOINT, begun)
+        self.save_s = time.monotonic() - begun
+
+    def _mark_complete(self) -> None:
+        """Rank 0 marks the checkpoint complete and only then says so."""
         if self.feed is not None:
-            metadata = {"version": self.version, "incarnation": self.feed.incarnation, "seconds": round(seconds, 3)}
-            checkpoints.finish(path, metadata)
-            self.feed.checkpointed(self.version, seconds)
+            root = self.role.run_dir.checkpoints
+            metadata = {"version": self.version, "incarnation": self.feed.incarnation, "seconds": round(self.save_s, 3)}
+            checkpoints.finish(checkpoints.step_directory(root, self.version), metadata)
+            self.feed.checkpointed(self.version, self.save_s)
             checkpoints.prune(root, self.role.config.trainer.keep_last)
         self.checkpoint_version = self.version
-        self._timed("save_checkpoint", CHECKPOINT, begun)
 
     def _barrier(self) -> None:
         if self.world_size > 1:
@@ -176,6 +184,8 @@ class Trainer:
 
     def close(self) -> None:
         self.publisher.close()
+        if self.feed is not None:
+            self.feed.close()
         self.timeline.close()
         if self.metrics is not None:
             self.metrics.close()

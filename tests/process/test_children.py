@@ -96,7 +96,7 @@ def test_an_end_in_words(returncode: int, text: str) -> None:
 )
 def test_what_an_end_means(generation: int, returncode: int, asked: bool, finished: bool, restarting: bool) -> None:
     spec = ChildSpec(role="instance", name="instance-0", argv=("x",), max_restarts=2, critical=True)
-    event = judge_end(spec, generation, returncode, asked)
+    event = judge_end(spec, generation, 1, returncode, asked)
     assert (event.finished, event.restarting, event.critical, event.generation) == (
         finished,
         restarting,

@@ -132,7 +132,7 @@ def test_a_buffer_ships_in_order_of_occupation_as_soon_as_it_is_full() -> None:
 def test_a_dead_instance_hands_its_samples_to_others() -> None:
     run, groups = started()
     at_0 = [g.group for g in groups if g.instance == "instance-0"]
-    run.tell("supervisor", c.ChildDown(role="instance", name="instance-0", cause="signal SIGKILL", restarting=False))
+    run.tell("supervisor", c.ChildDown(role="instance", name="instance-0", cause="signal SIGKILL", restarting=False, pid=1))
     said = run.tell("agent-loop-0", c.RouteRequest(samples=[(at_0[0], s) for s in range(4)]))
     (routed,) = of(said, c.Routed)
     assert {instance for _, _, instance in routed.samples} == {"instance-1"}
@@ -142,7 +142,7 @@ def test_a_dead_instance_hands_its_samples_to_others() -> None:
 def test_the_last_instance_ends_the_run_with_its_cause() -> None:
     run, _ = started()
     for name in ("instance-0", "instance-1"):
-        said = run.tell("supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=False))
+        said = run.tell("supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=False, pid=1))
     (verdict, *_) = of(said, c.Shutdown)
     assert verdict.status == "failed" and "instance-1" in verdict.cause and "SIGKILL" in verdict.cause
 
@@ -150,7 +150,7 @@ def test_the_last_instance_ends_the_run_with_its_cause() -> None:
 def test_an_instance_that_restarts_is_waited_for() -> None:
     run, groups = started(num_instances=1)
     for name in ("instance-0", "instance-1"):
-        run.tell("supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=True))
+        run.tell("supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=True, pid=1))
     assert run.core.ended is None
     assert of(run.tell("agent-loop-0", c.RouteRequest(samples=[(groups[0].group, 0)])), c.Routed) == []
     run.instance("instance-0", endpoint="tcp://new")
@@ -160,7 +160,7 @@ def test_an_instance_that_restarts_is_waited_for() -> None:
 
 def test_a_trainer_that_dies_ends_the_run() -> None:
     run, _ = started()
-    said = run.tell("supervisor", c.ChildDown(role="trainer", name="trainer-0", cause="signal SIGKILL", restarting=False))
+    said = run.tell("supervisor", c.ChildDown(role="trainer", name="trainer-0", cause="signal SIGKILL", restarting=False, pid=1))
     assert of(said, c.Shutdown)[0].cause == "trainer-0 ended by signal SIGKILL"
 
 
@@ -225,7 +225,7 @@ def test_a_failed_group_is_tried_again_then_replaced(reason: str, retry: bool, a
 
 def test_a_lost_agent_loop_returns_its_prompts_once() -> None:
     run, groups = started()
-    run.tell("supervisor", c.ChildDown(role="agent_loop", name="agent-loop-0", cause="signal SIGKILL", restarting=True))
+    run.tell("supervisor", c.ChildDown(role="agent_loop", name="agent-loop-0", cause="signal SIGKILL", restarting=True, pid=1))
     again = assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
     assert [g.prompt for g in again] == [g.prompt for g in groups]
     assert {g.attempt for g in again} == {0}

@@ -32,8 +32,9 @@ def make_run(path, steps, *, instances=2, outcome=None, note=None):
     config = OmegaConf.structured(Config)
     config.psrl.staleness, config.note, config.trainer.experiment_name = 1, note, "a-run"
     OmegaConf.save(config, run_dir.config)
-    trainer = Timeline(run_dir.timeline / "trainer-0.7.jsonl", "trainer", 0.0, name="trainer-0", wall=lambda: 2e9)
-    origin = trainer._last_flush_s
+    origin = 1000.0
+    clocks = {"clock": lambda: origin, "wall": lambda: 2e9}
+    trainer = Timeline(run_dir.timeline / "trainer-0.7.jsonl", "trainer", 0.0, name="trainer-0", **clocks)
     with MetricsWriter(run_dir.metrics, wall=lambda: 2e9) as metrics:
         for step in range(1, steps + 1):
             begin = origin + step
@@ -62,7 +63,7 @@ def make_run(path, steps, *, instances=2, outcome=None, note=None):
     for number in range(instances if steps else 0):
         attributes = {"transport": "nixl posix"}
         path = run_dir.timeline / f"instance-{number}.9.jsonl"
-        line = Timeline(path, "instance", 0.0, name=f"instance-{number}", attributes=attributes, wall=lambda: 2e9)
+        line = Timeline(path, "instance", 0.0, name=f"instance-{number}", attributes=attributes, **clocks)
         line.add(BUSY, origin + 1, origin + 1 + steps / 2)
         line.add(PULL, origin + 1, origin + 1.5, version=1, nbytes=10)
         line.add(SWITCH, origin + 1.5, origin + 1.6, version=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from psrl.protocol.samples import VersionSpan
 from psrl.rollout.engines.causal_lm import CachedCausalLM
 from psrl.rollout.engines.sampling import sample
 from psrl.rollout.engines.scheduler import Admission, Move, Scheduler, Sequence
+from psrl.rollout.engines.weight_set import weight_faults, weight_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -218,18 +219,12 @@ class TorchEngine:
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def weight_specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._weights()}
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters, tied ones once under their first name, and the floating-point buffers that a checkpoint holds."""
-        yield from self._model.named_parameters()
-        saved = self._model.state_dict().keys()
-        yield from ((n, b) for n, b in self._model.named_buffers() if n in saved and b.is_floating_point())
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weight_tensors(self._model).items()}
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         given = list(tensors)
-        own = dict(self._weights())
-        faults = weight_faults({name: (tuple(t.shape), t.dtype) for name, t in own.items()}, given)
+        own = weight_tensors(self._model)
+        faults = weight_faults(self.weight_specs(), given)
         if faults:
             raise ValueError(f"weights of version {version} refused, version {self.version} stays: {faults}")
         with torch.no_grad():
@@ -271,41 +266,6 @@ def pack_by_length(admissions: list[Admission], max_tokens: int) -> list[list[Ad
             width = len(admission.sequence.token_ids) - 1
             batches.append([admission])
     return batches
-
-
-def weight_faults(
-    specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], given: Iterable[tuple[str, torch.Tensor]], first: int = 5
-) -> str:
-    """What keeps `given` from replacing exactly the tensors of `specs`, "" if nothing does.
-
-    Names at most `first` tensors of each kind of fault.
-    """
-    seen: dict[str, torch.Tensor] = {}
-    twice = []
-    for name, tensor in given:
-        if name in seen:
-            twice.append(name)
-        seen[name] = tensor
-    wrong = [
-        f"{name} is {_describe(tuple(tensor.shape), tensor.dtype)} but must be {_describe(*specs[name])}"
-        for name, tensor in seen.items()
-        if name in specs and (tuple(tensor.shape), tensor.dtype) != specs[name]
-    ]
-    kinds = [
-        ("unexpected", [name for name in seen if name not in specs]),
-        ("missing", [name for name in specs if name not in seen]),
-        ("given twice", twice),
-        ("unlike the engine's:", wrong),
-    ]
-    return "; ".join(
-        f"{kind} {', '.join(names[:first])}" + (f" and {len(names) - first} more" if len(names) > first else "")
-        for kind, names in kinds
-        if names
-    )
-
-
-def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _last_chunk(group: int, sample_index: int, finish: str) -> TokenChunk:
