@@ -14,6 +14,7 @@ from psrl.config.errors import ConfigError
 from psrl.config.help import render_help
 
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
 HYDRA_FLAGS = ("-m", "--multirun", "--info", "--hydra-help", "--shell-completion", "-sc")
 
 
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"psrl: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except KeyboardInterrupt:  # before a role was started; later the launcher drains the run
+        print("psrl: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def prepare_overrides(argv: Sequence[str]) -> list[str]:

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from psrl.rundir.layout import RunDir
 from psrl.rundir.snapshot import snapshot_code
 from psrl.supervisor.node import role_environment
 from psrl.supervisor.process import become_subreaper, describe_exit, spawn, terminate
-from psrl.telemetry.metrics import MetricsTail, read_metrics
+from psrl.telemetry.metrics import MetricsTail, read_metrics, surviving
 from psrl.telemetry.progress import Progress
 
 EXIT_CODES = {COMPLETED: 0, FAILED: 1, INTERRUPTED: 130}
@@ -48,13 +50,20 @@ def run_locally(config: Config) -> int:
             print(f"psrl: {run_dir.path} is completed (version {previous.version}); ask for more with trainer.total_training_steps=N")
             return 0
     fresh = not run_dir.path.exists()
-    lay_out(run_dir, config)
-    prepared = subprocess.run([sys.executable, "-m", "psrl.prepare", str(run_dir.path)], env=role_environment(run_dir))
-    if prepared.returncode != 0:
-        if fresh:  # a run that was refused leaves nothing behind
-            shutil.rmtree(run_dir.path)
-        return prepared.returncode if prepared.returncode > 0 else 1
-    print(f"psrl: {'resuming' if previous or read_metrics(run_dir.metrics) else 'starting'} in {run_dir.path}", flush=True)
+    with claimed(run_dir):
+        lay_out(run_dir, config)
+        prepare = [sys.executable, "-m", "psrl.prepare", str(run_dir.path), "--parent", str(os.getpid())]
+        prepared = subprocess.run(prepare, env=role_environment(run_dir))
+        if prepared.returncode != 0:
+            if fresh:  # a run that was refused leaves nothing behind
+                shutil.rmtree(run_dir.path)
+            return prepared.returncode if prepared.returncode > 0 else 1
+        return start(run_dir, config, resuming=previous is not None or bool(read_metrics(run_dir.metrics)))
+
+
+def start(run_dir: RunDir, config: Config, resuming: bool) -> int:
+    """All that comes after the checks: the roles, the verdict, the report. Returns the exit code."""
+    print(f"psrl: {'resuming' if resuming else 'starting'} in {run_dir.path}", flush=True)
     archive_outcome(run_dir)
     outcome = watch(run_dir, config)
     write_summary_and_report(run_dir)
@@ -71,12 +80,32 @@ def choose_run_dir(config: Config) -> Path:
     return Path("runs", f"{stamp}-{words}-{secrets.token_hex(2)}").resolve()
 
 
-def lay_out(run_dir: RunDir, config: Config) -> None:
-    """Everything that roles need to meet: directories, keys, code, the configuration, the run's identity."""
+@contextmanager
+def claimed(run_dir: RunDir) -> Iterator[None]:
+    """Make the run directory and hold it for this process: of two launchers, also at the same moment, one is refused."""
     try:
         run_dir.create()
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"run_dir={run_dir.path} cannot be used: {error}.") from error
+    refuse_running(run_dir)
+    mark = _launcher_mark(run_dir)
+    mark.unlink(missing_ok=True)  # of a launcher that was killed
+    own = mark.with_name(f"{mark.name}.{os.getpid()}")
+    own.write_text(f"{os.getpid()} {_start_time(os.getpid())}")
+    try:
+        os.link(own, mark)
+    except FileExistsError:
+        raise ConfigError(f"run_dir={run_dir.path} is being started by another process: choose another run_dir.") from None
+    finally:
+        own.unlink()
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def lay_out(run_dir: RunDir, config: Config) -> None:
+    """Everything that roles need to meet: keys, code, the configuration, the run's identity."""
     create_keys(run_dir)
     snapshot_code(run_dir)
     config.run_dir = str(run_dir.path)
@@ -90,9 +119,9 @@ def lay_out(run_dir: RunDir, config: Config) -> None:
 
 def refuse_running(run_dir: RunDir) -> None:
     """One launcher a run directory on one host at a time."""
-    pid_file = run_dir.rendezvous / "launcher.pid"
-    if pid_file.exists():
-        pid, started = pid_file.read_text().split()
+    mark = _launcher_mark(run_dir)
+    if mark.exists():
+        pid, started = mark.read_text().split()
         if _start_time(int(pid)) == started:
             raise ConfigError(f"run_dir={run_dir.path} is in use by process {pid}: wait for it, stop it (kill -INT {pid}), or choose another run_dir.")
 
@@ -100,7 +129,6 @@ def refuse_running(run_dir: RunDir) -> None:
 def watch(run_dir: RunDir, config: Config) -> Outcome:
     """Start the supervisors and stay until the verdict; Ctrl-C and SIGTERM ask for a drain, a second one ends at once."""
     become_subreaper()
-    (run_dir.rendezvous / "launcher.pid").write_text(f"{os.getpid()} {_start_time(os.getpid())}")
     attempt = f"{len(list(run_dir.ledger.iterdir()))}-{secrets.token_hex(3)}"
     env = role_environment(run_dir) | {"PSRL_LOCAL": "1", "PSRL_ATTEMPT": attempt, "PSRL_NODE": "local"}
     seen: list[int] = []
@@ -108,7 +136,7 @@ def watch(run_dir: RunDir, config: Config) -> Outcome:
         signal.signal(number, lambda n, _frame: seen.append(n))
     supervisors = {group: spawn(_command(run_dir, group), env=env, log_path=run_dir.logs / f"supervisor-{group}.log") for group in GROUPS}
     tail, progress = MetricsTail(run_dir.metrics), Progress(config.trainer.total_training_steps, sys.stdout)
-    for row in tail.poll():
+    for row in surviving(tail.poll())[-1:]:
         progress.update(row)
     asked, deadline = 0, float("inf")
     try:
@@ -120,7 +148,7 @@ def watch(run_dir: RunDir, config: Config) -> Outcome:
                 asked = len(seen)
                 if asked > 1:
                     break
-                print("\npsrl: draining: checkpoint, then end (again to end at once)", flush=True)
+                progress.note("psrl: draining: checkpoint, then end (again to end at once)")
                 deadline = time.monotonic() + config.psrl.fault_tolerance.drain_grace_s + END_GRACE_S
                 for process in supervisors.values():
                     process.send_signal(signal.SIGTERM)
@@ -128,6 +156,8 @@ def watch(run_dir: RunDir, config: Config) -> Outcome:
             if dead is not None and read_outcome(run_dir) is None:
                 cause = f"the {dead} supervisor ended by {describe_exit(supervisors[dead].returncode)}"
                 publish_outcome(run_dir, Outcome(status=FAILED, cause=cause))
+                for process in supervisors.values():
+                    process.send_signal(signal.SIGTERM)  # what is left of the run keeps what it has done
             if time.monotonic() > deadline:
                 break
         if outcome is not None:
@@ -136,10 +166,9 @@ def watch(run_dir: RunDir, config: Config) -> Outcome:
             progress.update(row)
     finally:
         progress.close()
-        stuck = terminate(list(supervisors.values()), 5.0)
+        stuck = terminate(list(supervisors.values()), 0.0 if asked > 1 else 5.0)
         if stuck:
             print(f"psrl: these processes could not be ended: {stuck}", file=sys.stderr)
-        (run_dir.rendezvous / "launcher.pid").unlink(missing_ok=True)
     publish_outcome(run_dir, Outcome(status=INTERRUPTED, cause="ended at once by the user"))
     verdict = read_outcome(run_dir)
     assert verdict is not None  # published above at the latest
@@ -182,6 +211,11 @@ def last_errors(run_dir: RunDir, limit: int = 6) -> list[str]:
         if wrong:
             found.append(f"{log.stem}: {wrong[-1][:300]}")
     return found[:limit]
+
+
+def _launcher_mark(run_dir: RunDir) -> Path:
+    """Pid and start time of the launcher that holds the run directory."""
+    return run_dir.rendezvous / "launcher.pid"
 
 
 def _command(run_dir: RunDir, group: str) -> list[str]:

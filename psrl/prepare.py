@@ -18,6 +18,7 @@ from psrl.models.tokenizer import load_tokenizer
 from psrl.role import load_config, setup_logging
 from psrl.rollout.scoring import check_scoring
 from psrl.rundir.layout import RunDir
+from psrl.supervisor.process import die_with_parent
 from psrl.tasks.prepare import prepare
 from psrl.tasks.registry import build_task, task_spec
 
@@ -38,10 +39,14 @@ def prepare_run(run_dir: RunDir) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--parent", type=int, help="leave when this process is gone")
+    args = parser.parse_args()
+    if args.parent is not None:
+        die_with_parent(args.parent)
     os.umask(0o077)
     setup_logging("prepare")
     try:
-        prepare_run(RunDir(parser.parse_args().run_dir.resolve()))
+        prepare_run(RunDir(args.run_dir.resolve()))
         return 0
     except ConfigError as error:
         print(f"psrl: {error}", file=sys.stderr)

@@ -78,6 +78,7 @@ class Instance:
     def run(self) -> None:
         """Serve until the coordinator says that the run is over."""
         self.link.open()
+        self.timeline.set_offset(self.link.clock_offset_s)
         while self.over is None:
             if not self.engine.has_work():
                 wait([self.server, self.link], PULL_POLL_S if self.pull.busy else 1.0)
@@ -147,7 +148,7 @@ class Instance:
             self._pull_failed(outcome)
         elif outcome is not None:
             end = time.monotonic()
-            self.timeline.add(PULL, end - outcome.pull_s, end, version=outcome.version, nbytes=outcome.nbytes)
+            self.timeline.add(PULL, end - outcome.pull_s, end, version=outcome.version, nbytes=outcome.nbytes, transport=outcome.transport)
             self.staged = outcome
         if self.staged is not None and self.order is not None and (self.order.abort_running or not self.engine.has_work()):
             self._switch(self.staged, self.order)

@@ -149,7 +149,7 @@ class Trainer:
             dist.barrier()
         if self.feed is not None:
             self.feed.published(self.version)
-        self._timed("push_weights", PUSH, begun)
+        self._timed("push_weights", PUSH, begun, version=self.version)
 
     def _save(self) -> None:
         """All ranks write their shards of a checkpoint that is not complete yet."""
@@ -177,9 +177,9 @@ class Trainer:
         if self.world_size > 1:
             dist.barrier()
 
-    def _timed(self, name: str, span: str, begun: float) -> None:
+    def _timed(self, name: str, span: str, begun: float, **attributes: int) -> None:
         end = time.monotonic()
-        self.timeline.add(span, begun, end)
+        self.timeline.add(span, begun, end, **attributes)
         self.timings[name] = end - begun
 
     def close(self) -> None:
