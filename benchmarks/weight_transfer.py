@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     table = []
-    print(f"{'transport':24} {'MiB':>5} {'readers':>7} {'pull ms':>8} {'pull':>6} {'arrive':>6} {'copy':>6} {'ratio':>6} {'pack':>6}")
+    print(
+        f"{'transport':24} {'MiB':>5} {'readers':>7} {'pull ms':>8} {'pull':>6} {'arrive':>6} {'copy':>6} {'ratio':>6} {'pack':>6}"
+    )
     for channel in args.channels:
         for mib in args.sizes_mib:
             for num_readers in args.readers:
@@ -123,7 +125,9 @@ def main() -> None:
                     f"{row['until_arrived_gb_s']:6.2f} {row['copy_gb_s']:6.2f} {row['ratio']:6.2f} {row['pack_gb_s']:6.2f}",
                     flush=True,
                 )
-    print("pull: whole pull per reader; arrive: until the last byte is there; copy, pack: plain copy, packing; all GB/s")
+    print(
+        "pull: whole pull per reader; arrive: until the last byte is there; copy, pack: plain copy, packing; all GB/s"
+    )
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 

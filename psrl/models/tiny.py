@@ -13,7 +13,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from psrl.config.errors import ConfigError
 from psrl.config.schema import TinyModelConfig
-from psrl.models.tiny_tokenizer import make_tokenizer, save_tokenizer
+from psrl.models.tiny_tokenizer import END_ID, PAD_ID, make_tokenizer, save_tokenizer
 from psrl.models.tokenizer import load_tokenizer
 from psrl.models.warm_start import Example, WarmStartReport, warm_start
 from psrl.tasks.base import Task, TaskItem
@@ -24,7 +24,9 @@ VOCAB_TEXTS = 512
 WARM_START_ITEMS = 2048
 
 
-def build_tiny(config: TinyModelConfig, task: Task, practice: Task, directory: Path, context: int) -> WarmStartReport | None:
+def build_tiny(
+    config: TinyModelConfig, task: Task, practice: Task, directory: Path, context: int
+) -> WarmStartReport | None:
     """Make the tiny model for `task` in `directory` (which exists and is empty).
 
     The tokenizer's merges come from the texts of `task`, the supervised warm start from the solved items of `practice`
@@ -34,9 +36,9 @@ def build_tiny(config: TinyModelConfig, task: Task, practice: Task, directory: P
     _check_shape(config)
     save_tokenizer(make_tokenizer(_texts(islice(task.items(), VOCAB_TEXTS))), directory, context)
     tokenizer = load_tokenizer(directory)
-    model = _random_model(config, tokenizer.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id, context)
+    model = _random_model(config, tokenizer.vocab_size, context)
     examples = [
-        Example(tokenizer.encode_chat(item.messages), [*tokenizer.encode(item.solution), tokenizer.eos_token_id])
+        Example(tokenizer.encode_chat(item.messages), [*tokenizer.encode(item.solution), END_ID])
         for item in islice(practice.items(), WARM_START_ITEMS)
         if item.solution is not None
     ]
@@ -55,11 +57,13 @@ def build_tiny(config: TinyModelConfig, task: Task, practice: Task, directory: P
 def _check_shape(config: TinyModelConfig) -> None:
     if config.hidden_size % (2 * config.num_heads):
         raise ConfigError(
-            f"model.tiny.hidden_size={config.hidden_size} must be a multiple of 2 x model.tiny.num_heads={config.num_heads}."
+            f"model.tiny.hidden_size={config.hidden_size} must be a multiple of 2 x "
+            f"model.tiny.num_heads={config.num_heads}."
         )
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
-            f"model.tiny.num_heads={config.num_heads} must be a multiple of model.tiny.num_kv_heads={config.num_kv_heads}."
+            f"model.tiny.num_heads={config.num_heads} must be a multiple of "
+            f"model.tiny.num_kv_heads={config.num_kv_heads}."
         )
 
 
@@ -70,7 +74,7 @@ def _texts(items: Iterable[TaskItem]) -> Iterable[str]:
             yield item.solution
 
 
-def _random_model(config: TinyModelConfig, vocab_size: int, end: int, pad: int, context: int) -> Qwen3ForCausalLM:
+def _random_model(config: TinyModelConfig, vocab_size: int, context: int) -> Qwen3ForCausalLM:
     shape = Qwen3Config(
         vocab_size=-(-vocab_size // 64) * 64,
         hidden_size=config.hidden_size,
@@ -82,12 +86,12 @@ def _random_model(config: TinyModelConfig, vocab_size: int, end: int, pad: int, 
         max_position_embeddings=max(config.max_position_embeddings, context),
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=pad,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
         initializer_range=0.7 * config.hidden_size**-0.5,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(shape).float()
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=True)
+    model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True)
     return model

@@ -1,8 +1,8 @@
 """A tokenizer for the tiny model: bytes, single digits, and the phrases that the task's own texts repeat.
 
-Merges run across spaces, so the fixed part of a prompt becomes one or two tokens ("State the final answer to the following
-arithmetic problem: 4 + 3 =" has 9 with the chat template, not 80 bytes); digits stay apart, so that a small model can
-calculate with them.
+Merges run across spaces, so the fixed part of a prompt becomes one or two tokens ("State the final answer to the
+following arithmetic problem: 4 + 3 =" has 9 with the chat template, not 80 bytes); digits stay apart, so that a small
+model can calculate with them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ CHAT_TEMPLATE = (
 )
 
 
+END_ID, PAD_ID = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(PAD)
+
+
 def make_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Tokenizer:
     """Byte-level BPE over `texts`: the special tokens, 256 bytes, then merges; any text can be encoded.
 
@@ -29,7 +32,10 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Tokenizer:
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -25,7 +25,7 @@ class ChatTokenizer(Protocol):
     vocab_size: int
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Ids of the conversation, ending where the model's turn begins. Raises ConfigError if the template refuses it."""
+        """Ids of the conversation, ending where the model's turn begins. ConfigError if the template refuses it."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -48,7 +48,7 @@ def load_tokenizer(path: Path | str) -> ChatTokenizer:
 
 
 class FileTokenizer:
-    """`tokenizer.json` through the `tokenizers` library; the chat template through Jinja, as transformers renders it."""
+    """`tokenizer.json` through the `tokenizers` library; the chat template as transformers renders it."""
 
     def __init__(self, directory: Path):
         from tokenizers import Tokenizer
@@ -72,9 +72,12 @@ class FileTokenizer:
         from jinja2 import TemplateError
 
         try:
-            text = self._template.render(messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **self._special)
+            text = self._template.render(
+                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **self._special
+            )
         except (TemplateError, TypeError) as error:
-            raise ConfigError(f"The model's chat template refuses a prompt ({error}): {str(list(messages))[:200]}.") from error
+            shown = str(list(messages))[:200]
+            raise ConfigError(f"The model's chat template refuses a prompt ({error}): {shown}.") from error
         return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
@@ -101,16 +104,17 @@ class TransformersTokenizer:
     def encode_chat(self, messages: Messages) -> list[int]:
         if not self._tokenizer.chat_template:
             return self._tokenizer("\n".join(str(message["content"]) for message in messages))["input_ids"]
-        return self.encode(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return self.encode(str(text))
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self.decode_batch([ids])[0]
 
     def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
-        return [self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens) for ids in sequences]
+        return [str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)) for ids in sequences]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from psrl.config.schema import TinyModelConfig
 log = logging.getLogger(__name__)
 BATCH = 32
 WARMUP_STEPS = 30
-HELD_OUT = 128
+HELD_OUT = 64
 EVALUATE_EVERY = 5
 
 
@@ -89,7 +89,7 @@ def _train(model: PreTrainedModel, examples: list[Example], config: TinyModelCon
 
 @torch.no_grad()
 def expected_accuracy(model: PreTrainedModel, examples: list[Example]) -> float:
-    """Mean over `examples` of P(sampling at temperature 1 gives exactly the answer): no sampling noise, one forward pass."""
+    """Mean over `examples` of P(sampling at temperature 1 gives exactly the answer): exact, no sampling."""
     total = 0.0
     for start in range(0, len(examples), BATCH):
         log_probs, _ = _answer_log_probs(model, examples[start : start + BATCH])

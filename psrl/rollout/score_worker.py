@@ -2,9 +2,9 @@
 
     python -m psrl.rollout.score_worker PARENT_PID
 
-speaks frames (u32 length, msgpack) over the pipes that were its stdin and stdout: a ScoringSpec in, one Reply "ready" out;
-then a list of answers in, one Reply for each out, in order and as soon as it is known. User code keeps a stdout of its
-own: what it prints goes to stderr.
+speaks frames (u32 length, msgpack) over the pipes that were its stdin and stdout: a ScoringSpec in, one Reply "ready"
+out; then a list of answers in, one Reply for each out, in order and as soon as it is known. User code keeps a stdout of
+its own: what it prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -76,12 +76,14 @@ def judge(value: Any, name: str) -> Reply:
     metrics); None, NaN and infinity are invalid; anything else is a mistake in the function, which is named."""
     metrics: dict[str, float] = {}
     if isinstance(value, dict) and "score" in value:
-        metrics = {str(k): float(v) for k, v in value.items() if k != "score" and isinstance(v, Real) and math.isfinite(v)}
+        figures = {k: v for k, v in value.items() if k != "score" and isinstance(v, Real) and math.isfinite(v)}
+        metrics = {str(k): float(v) for k, v in figures.items()}
         value = value["score"]
     if value is None:
         return Reply(INVALID, text=f"{name} returned None")
     if not isinstance(value, Real):
-        return Reply(WRONG_TYPE, text=f"{name} returned {value!r:.80} of type {type(value).__name__}: a reward must be a number (or None).")
+        shown = f"{value!r:.80} of type {type(value).__name__}"
+        return Reply(WRONG_TYPE, text=f"{name} returned {shown}: a reward must be a number (or None).")
     reward = float(value)
     if not math.isfinite(reward):
         return Reply(INVALID, text=f"{name} returned {reward}")

@@ -15,7 +15,7 @@ import msgspec
 
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
-from psrl.rollout.score_worker import ERROR, FATAL, FRAME, READY, WRONG_TYPE, Reply, ScoringSpec
+from psrl.rollout.score_worker import ERROR, FRAME, READY, WRONG_TYPE, Reply, ScoringSpec
 from psrl.supervisor.process import describe_exit
 from psrl.tasks.base import Answer
 from psrl.tasks.registry import task_spec
@@ -26,7 +26,11 @@ TIMEOUT = "timeout"
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 10.0
 SINGLE_THREAD = {
-    name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "MALLOC_ARENA_MAX")
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
 }
 """A scoring process scores one sample at a time; threads would only take address space and cores."""
 
@@ -36,7 +40,7 @@ class RewardTypeError(Exception):
 
 
 class ScoreResult(msgspec.Struct, array_like=True):
-    """`kind`: ok | invalid (None, NaN, infinite) | error (raised, or its process died) | timeout. `reward` only if ok."""
+    """`kind`: ok | invalid (None, NaN, infinite) | error (raised, or its process died) | timeout."""
 
     reward: float | None
     kind: str
@@ -73,18 +77,19 @@ class _Child:
                 reply = await child.receive()
         except TimeoutError:
             await child.kill()
-            raise ConfigError(f"A scoring process was not ready within {START_TIMEOUT_S:.0f} s: see its log lines above.") from None
+            raise ConfigError(f"A scoring process was not ready within {START_TIMEOUT_S:.0f} s: see the log.") from None
         except _GoneError:
             cause = await child.kill()
             raise ConfigError(
-                f"A scoring process ended by {cause} before it was ready: see the log, or raise reward.max_memory_gb={spec.max_memory_gb}."
+                f"A scoring process ended by {cause} before it was ready: see the log, or raise "
+                f"reward.max_memory_gb={spec.max_memory_gb}."
             ) from None
         except BaseException:
             await child.kill()
             raise
         if reply.kind != READY:
             await child.kill()
-            raise ConfigError(reply.text if reply.kind == FATAL and reply.text else f"A scoring process said {reply.kind}.")
+            raise ConfigError(reply.text or f"A scoring process said {reply.kind}.")
         return child
 
     async def send(self, message: object) -> None:
@@ -127,8 +132,8 @@ class _Child:
 class ScoringPool:
     """`num_workers` scoring processes. Several groups may be scored at once; each group is one message to one process.
 
-        async with ScoringPool.from_config(config) as pool:
-            results = await pool.score(answers)
+    async with ScoringPool.from_config(config) as pool:
+        results = await pool.score(answers)
     """
 
     def __init__(self, spec: ScoringSpec, num_workers: int, timeout_s: float):
@@ -147,7 +152,8 @@ class ScoringPool:
 
     async def start(self) -> None:
         """Start all processes. Raises ConfigError with one sentence if reward function or task cannot be built."""
-        started = await asyncio.gather(*(_Child.launch(self._spec) for _ in range(self._num_workers)), return_exceptions=True)
+        launches = (_Child.launch(self._spec) for _ in range(self._num_workers))
+        started = await asyncio.gather(*launches, return_exceptions=True)
         for child in started:
             if isinstance(child, _Child):
                 self._idle.put_nowait(child)
@@ -158,8 +164,8 @@ class ScoringPool:
     async def score(self, answers: Sequence[Answer]) -> list[ScoreResult]:
         """One result an answer, in order; one bad sample does not touch the others.
 
-        Raises RewardTypeError if the function returns no number. Cancelling the call lets the exchange in progress finish
-        by its deadlines, so the process behind it stays in step.
+        Raises RewardTypeError if the function returns no number. Cancelling the call lets the exchange in progress
+        finish by its deadlines, so the process behind it stays in step.
         """
         exchange = asyncio.create_task(self._exchange(list(answers)))
         self._exchanges.add(exchange)
@@ -205,7 +211,7 @@ class ScoringPool:
             results.append(ScoreResult(reply.reward, reply.kind, reply.text, reply.metrics))
 
     async def _replace(self, child: _Child, fault: Exception) -> ScoreResult:
-        """The result of the sample in hand when its process hung or died; the process is ended, the next one takes over."""
+        """The result of the sample in hand when its process hung or died; what is left of the process is ended."""
         cause = await child.kill()
         self.counters["replaced"] += 1
         if isinstance(fault, TimeoutError):
@@ -233,12 +239,14 @@ class ScoringPool:
 
 
 def scoring_spec(config: Config) -> ScoringSpec:
-    return ScoringSpec(task=task_spec(config), function=config.reward.function, max_memory_gb=config.reward.max_memory_gb)
+    return ScoringSpec(
+        task=task_spec(config), function=config.reward.function, max_memory_gb=config.reward.max_memory_gb
+    )
 
 
 def check_scoring(config: Config) -> None:
-    """Start one scoring process and end it: whether reward function and task can be built, found out before the run starts
-    and in a process of its own, so that the caller imports no user code. Raises ConfigError with one sentence."""
+    """Start one scoring process and end it: whether reward function and task can be built, found out before the run
+    starts and in a process of its own, so that the caller imports no user code. Raises ConfigError with one sentence."""
 
     async def start_and_stop() -> None:
         async with ScoringPool(scoring_spec(config), 1, config.reward.timeout_s):

@@ -32,6 +32,8 @@ VERDICT_GRACE_S = 5.0
 """After the death of a part that the run cannot do without, the coordinator has this long to end the run."""
 LEAVE_GRACE_S = 15.0
 """Roles leave by themselves after the verdict; then they are ended."""
+UNHEARD_GRACE_S = 2.0
+"""The same when no coordinator was there to tell them."""
 
 
 def trainer_children(config: Config, run_dir: RunDir) -> list[ChildSpec]:
@@ -90,6 +92,7 @@ class NodeSupervisor:
         self.unsent: list[c.Message] = []
         self.gone: list[c.ChildDown] = []
         self.verdict: Outcome | None = None
+        self.leave_grace_s = UNHEARD_GRACE_S
         self.give_up_at: float | None = None
         self.cause = ""
 
@@ -126,6 +129,7 @@ class NodeSupervisor:
         for message in messages:
             if isinstance(message, c.Shutdown):
                 self.verdict = Outcome(status=message.status, cause=message.cause)
+                self.leave_grace_s = LEAVE_GRACE_S
         if self.signal_seen and not self.drain_sent:
             drain = c.Drain(reason=f"{self.signal_seen} at {self.name}", grace_s=self.config.psrl.fault_tolerance.drain_grace_s)
             self.unsent.append(drain)
@@ -146,7 +150,7 @@ class NodeSupervisor:
         if not event.restarting:
             self.gone.append(down)
         if event.critical and not event.restarting:
-            self.give_up_at = time.monotonic() + VERDICT_GRACE_S
+            self.give_up_at = time.monotonic() + (0.0 if event.role == "coordinator" else VERDICT_GRACE_S)
             self.cause = f"{event.name} ended by {event.cause}"
 
     def _check_deadlines(self) -> None:
@@ -165,7 +169,7 @@ class NodeSupervisor:
         """Roles have heard the verdict and leave; whoever does not is ended."""
         assert self.verdict is not None
         log.info("the run is over: %s %s", self.verdict.status, self.verdict.cause)
-        deadline = time.monotonic() + LEAVE_GRACE_S
+        deadline = time.monotonic() + self.leave_grace_s
         while self.children.alive() and time.monotonic() < deadline:
             self.children.poll(0.2)
             try:

@@ -24,11 +24,15 @@ class FileTask:
         self.path, self.prompt_key, self._check_sources = path, prompt_key, check_sources
 
     def items(self) -> Iterator[TaskItem]:
-        """Raises ConfigError naming file and row for what cannot be read. Only this touches the file: scoring needs none of it."""
+        """Raises ConfigError naming file and row for what cannot be read. Only this touches the file, scoring does not."""
         if not self.path.is_file():
-            raise ConfigError(f"data.train_files={self.path} does not exist or is not a file: give a .parquet or .jsonl file.")
+            raise ConfigError(
+                f"data.train_files={self.path} does not exist or is not a file: give a .parquet or .jsonl file."
+            )
         if self.path.suffix not in SUFFIXES:
-            raise ConfigError(f"data.train_files={self.path} has the ending {self.path.suffix!r}: allowed are {' and '.join(SUFFIXES)}.")
+            raise ConfigError(
+                f"data.train_files={self.path} ends with {self.path.suffix!r}: allowed are {' and '.join(SUFFIXES)}."
+            )
         for number, row in enumerate(_rows(self.path)):
             yield self._item(number, row)
 
@@ -36,7 +40,11 @@ class FileTask:
         prompt = row.get(self.prompt_key)
         if isinstance(prompt, str):
             prompt = user_message(prompt)
-        if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt):
+        if (
+            not isinstance(prompt, list)
+            or not prompt
+            or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+        ):
             have = f"it holds {prompt!r:.80}" if self.prompt_key in row else f"the row has only {', '.join(row)}"
             raise ConfigError(
                 f"{self.path} row {number}: column {self.prompt_key!r} (data.prompt_key) must hold chat messages "
@@ -45,8 +53,8 @@ class FileTask:
         source = str(row.get("data_source") or "")
         if self._check_sources and source not in VERIFIERS:
             raise ConfigError(
-                f"{self.path} row {number}: data_source {source!r} has no built-in verifier: set reward.function=module:function, "
-                f"or use one of {', '.join(VERIFIERS)}."
+                f"{self.path} row {number}: data_source {source!r} has no built-in verifier: set "
+                f"reward.function=module:function, or use one of {', '.join(VERIFIERS)}."
             )
         truth = (row.get("reward_model") or {}).get("ground_truth", row.get("ground_truth"))
         return TaskItem(
@@ -75,7 +83,9 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 raise ConfigError(f"{path} line {number + 1} is not JSON: {error}.") from error
             if not isinstance(row, dict):
-                raise ConfigError(f"{path} line {number + 1} must hold an object with named columns, not {line.strip()[:60]!r}.")
+                raise ConfigError(
+                    f"{path} line {number + 1} must hold an object with named columns, not {line.strip()[:60]!r}."
+                )
             yield row
 
 

@@ -18,7 +18,10 @@ log = logging.getLogger(__name__)
 
 def context_length(config: Config) -> int:
     """Tokens that prompt and response may have together."""
-    return config.gen_actor_rollout_ref.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+    return (
+        config.gen_actor_rollout_ref.rollout.max_model_len
+        or config.data.max_prompt_length + config.data.max_response_length
+    )
 
 
 def prepare(config: Config, task: Task, tokenizer: ChatTokenizer, path: Path) -> PreparedStats:
@@ -49,8 +52,8 @@ def prepare(config: Config, task: Task, tokenizer: ChatTokenizer, path: Path) ->
                 writer.add(prompt)
             except (TypeError, ValueError, OverflowError) as error:
                 raise ConfigError(
-                    f"Item {stats.items - 1} of the data holds a ground_truth or extra_info that cannot be stored ({error}): "
-                    "use JSON-like values."
+                    f"Item {stats.items - 1} of the data holds a ground_truth or extra_info that cannot be stored "
+                    f"({error}): use JSON-like values."
                 ) from error
             tokens += len(ids)
             stats.longest = max(stats.longest, len(ids))
@@ -59,15 +62,22 @@ def prepare(config: Config, task: Task, tokenizer: ChatTokenizer, path: Path) ->
         if stats.kept == 0:
             raise ConfigError(
                 f"The data holds no usable prompt: {stats.items} items, {stats.skipped_too_long} longer than "
-                f"data.max_prompt_length={config.data.max_prompt_length}, {stats.skipped_no_room} leave no room in the context."
+                f"data.max_prompt_length={config.data.max_prompt_length}, {stats.skipped_no_room} leave no room in the "
+                f"context of {context_length(config)}."
             )
         writer.finish(stats)
-    log.info("data: %d prompts, mean %.0f and longest %d tokens, %d too long", stats.kept, stats.mean_length, stats.longest, stats.skipped)
+    log.info(
+        "data: %d prompts, mean %.0f and longest %d tokens, %d too long",
+        stats.kept,
+        stats.mean_length,
+        stats.longest,
+        stats.skipped,
+    )
     return stats
 
 
 def _fits(length: int, item: int, config: Config, stats: PreparedStats) -> bool:
-    """Whether the prompt is used; counts it, or refuses it, if not. A prompt of context - 1 tokens leaves room for one."""
+    """Whether the prompt is used; counts or refuses it if not. A prompt of context - 1 tokens leaves room for one."""
     context = context_length(config)
     if length == 0:
         raise ConfigError(f"Item {item} of the data has an empty prompt: remove it.")
@@ -75,9 +85,14 @@ def _fits(length: int, item: int, config: Config, stats: PreparedStats) -> bool:
         return True
     no_room = length >= context
     if config.data.truncation == "error":
-        limit = f"the context of {context} tokens has no room for it" if no_room else f"data.max_prompt_length={config.data.max_prompt_length}"
+        limit = (
+            f"the context of {context} tokens has no room for it"
+            if no_room
+            else f"data.max_prompt_length={config.data.max_prompt_length}"
+        )
         raise ConfigError(
-            f"The prompt of item {item} has {length} tokens but {limit}: raise the limit, or data.truncation=skip leaves such prompts out."
+            f"The prompt of item {item} has {length} tokens but {limit}: raise the limit, or leave such prompts out with "
+            "data.truncation=skip."
         )
     if no_room:
         stats.skipped_no_room += 1

@@ -1,6 +1,6 @@
 """The run's tokenised prompts in one immutable file. Everyone refers to a prompt by its index there.
 
-    magic | msgpack records, one a prompt | index: N x (offset u64, length u32, crc32 u32) | statistics (msgpack) | footer
+    magic | a msgpack record a prompt | index: N x (offset u64, length u32, crc32 u32) | statistics (msgpack) | footer
 
 The footer locates and checks index and statistics; every record has a checksum of its own, so that opening the file
 costs the same for ten prompts and for ten million, and damage is found where it is read.
@@ -78,7 +78,9 @@ class PreparedWriter:
         self._temporary.rename(self._path)
         sync_directory(self._path.parent)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 

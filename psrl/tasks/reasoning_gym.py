@@ -1,4 +1,4 @@
-"""reasoning-gym's procedural datasets, each with its own verifier. Imports the package only when a task is built (2 s)."""
+"""reasoning-gym's procedural datasets, each with its own verifier. The package is imported when a task is built (2 s)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from psrl.tasks.base import Answer, TaskItem, user_message
 
 
 class ReasoningGymTask:
-    """A dataset by name. An entry is generated again from its index wherever it is scored, so nothing of reasoning-gym's
-    metadata (which may hold any Python object) has to travel."""
+    """A dataset by name. An entry is generated again from its index wherever it is scored, so nothing of its metadata
+    (which may hold any Python object) has to travel."""
 
     def __init__(self, dataset: str, size: int, seed: int, params: dict[str, Any]):
         self.name = dataset

@@ -36,7 +36,11 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
 def task_spec(config: Config) -> TaskSpec:
     """The task that the configuration selects. Raises ConfigError unless exactly one key selects one."""
     data = config.data
-    choices = {"data.train_files": data.train_files, "data.reasoning_gym.dataset": data.reasoning_gym.dataset, "data.task": data.task}
+    choices = {
+        "data.train_files": data.train_files,
+        "data.reasoning_gym.dataset": data.reasoning_gym.dataset,
+        "data.task": data.task,
+    }
     chosen = {key: value for key, value in choices.items() if value is not None}
     if len(chosen) != 1:
         said = " and ".join(f"{key}={value}" for key, value in chosen.items()) or "none of them is set"
@@ -45,17 +49,16 @@ def task_spec(config: Config) -> TaskSpec:
     if data.train_files is not None:
         path = str(Path(data.train_files).absolute())
         return TaskSpec(kind="files", name=path, prompt_key=data.prompt_key, own_reward=own_reward)
-    if data.reasoning_gym.dataset is not None:
-        gym = data.reasoning_gym
-        return TaskSpec(
-            kind="reasoning_gym", name=gym.dataset, seed=data.seed, size=gym.size, params=dict(gym.params), own_reward=own_reward
-        )
-    kind = "object" if ":" in data.task else "built_in"
-    return TaskSpec(kind=kind, name=data.task, seed=data.seed, params=dict(data.task_params), own_reward=own_reward)
+    [name] = chosen.values()
+    if data.task is not None:
+        kind, size, params = "object" if ":" in name else "built_in", 0, data.task_params
+    else:
+        kind, size, params = "reasoning_gym", data.reasoning_gym.size, data.reasoning_gym.params
+    return TaskSpec(kind=kind, name=name, seed=data.seed, size=size, params=dict(params), own_reward=own_reward)
 
 
 def build_task(spec: TaskSpec) -> Task:
-    """The task itself. Raises ConfigError with one sentence on an unknown name, a wrong parameter, an unreadable file."""
+    """The task itself. Raises ConfigError with one sentence on an unknown name or a wrong parameter."""
     if spec.kind == "files":
         from psrl.tasks.files import FileTask
 
@@ -69,7 +72,9 @@ def build_task(spec: TaskSpec) -> Task:
     elif spec.name in BUILT_IN:
         factory = BUILT_IN[spec.name]
     else:
-        raise ConfigError(f"data.task={spec.name} is unknown: allowed are {', '.join(BUILT_IN)}, or your own as module:object.")
+        raise ConfigError(
+            f"data.task={spec.name} is unknown: allowed are {', '.join(BUILT_IN)}, or your own as module:object."
+        )
     if "seed" in spec.params:
         raise ConfigError(f"data.task_params.seed={spec.params['seed']} is set by data.seed: set that key instead.")
     try:
@@ -77,7 +82,9 @@ def build_task(spec: TaskSpec) -> Task:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"data.task={spec.name} refuses data.task_params={spec.params}: {error}.") from error
     if not isinstance(task, Task):
-        raise ConfigError(f"data.task={spec.name} gave a {type(task).__name__}: a task has the methods items() and score(answer).")
+        raise ConfigError(
+            f"data.task={spec.name} gave a {type(task).__name__}: a task has the methods items() and score(answer)."
+        )
     return task
 
 
@@ -89,7 +96,9 @@ def import_object(name: str, key: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
-        raise ConfigError(f"{key}={name}: importing {module_name} failed with {type(error).__name__}: {error}.") from error
+        raise ConfigError(
+            f"{key}={name}: importing {module_name} failed with {type(error).__name__}: {error}."
+        ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         problem = "has no such name" if found is None else f"holds a {type(found).__name__}, which cannot be called"

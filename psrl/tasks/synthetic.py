@@ -1,4 +1,4 @@
-"""Two tasks that need no package and no file: one that a tiny model learns in minutes, one with long-tailed responses."""
+"""Two tasks without package or file: one that a tiny model learns in minutes, one with long-tailed responses."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class DigitSum:
 class LongtailCount:
     """`Count: 12` wants `12,11,10, ... ,1`: the response is as long as the number is large.
 
-    The starting numbers are lognormal, so that response lengths (in characters, and nearly so in the tiny model's tokens)
-    have median `median_length` and most lie between 8 and 256, with the long tail that real rollouts have.
+    The starting numbers are lognormal, so that response lengths (in characters, which are the tiny model's tokens) have
+    median `median_length` and most lie between 8 and 256, with the long tail that real rollouts have.
     Reward: the share of the wanted text that is right from its beginning; 1 only for exactly the text.
     """
 
@@ -58,7 +58,11 @@ class LongtailCount:
 
     def __post_init__(self) -> None:
         limits = 1 <= self.min_length <= self.median_length <= self.max_length
-        _require(self.size >= 1 and limits and self.sigma >= 0, "1 <= min_length <= median_length <= max_length, sigma >= 0", self)
+        _require(
+            self.size >= 1 and limits and self.sigma >= 0,
+            "1 <= min_length <= median_length <= max_length, sigma >= 0",
+            self,
+        )
 
     def items(self) -> Iterator[TaskItem]:
         rng = random.Random(self.seed)
@@ -76,7 +80,9 @@ class LongtailCount:
         wanted, given = countdown(int(answer.ground_truth)), answer.solution_str.strip()
         if given == wanted:
             return 1.0
-        right = next((i for i, (a, b) in enumerate(zip(wanted, given, strict=False)) if a != b), min(len(wanted), len(given)))
+        right = next(
+            (i for i, (a, b) in enumerate(zip(wanted, given, strict=False)) if a != b), min(len(wanted), len(given))
+        )
         return min(right, len(wanted) - 1) / len(wanted)
 
 

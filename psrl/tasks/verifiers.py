@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 def numeric_match(solution_str: str, ground_truth: Any) -> float:
     r"""1.0 if the response's final answer equals the ground truth, else 0.0.
 
-    The final answer is what stands in the last \boxed{...}, else after the last "####", else the last number of the text.
+    The final answer is what stands in the last \boxed{...}, else after the last "####", else the last number.
     Numbers are compared as numbers ("1,000.0" equals "1000"), anything else as text without outer spaces.
     """
     wanted = str(ground_truth).strip()

@@ -9,6 +9,7 @@ import torch
 from psrl.protocol.weights import ShardLayout
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.checksum import checksum
+from psrl.weights.memory import flat_buffer
 from psrl.weights.plan import Place, PullPlan, Specs, plan_pull, same_place
 
 
@@ -46,12 +47,12 @@ class Staging:
         self._layouts, self._plan = tuple(layouts), plan
         if self.buffer.numel() == plan.nbytes:
             return False
-        self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
+        self.buffer = flat_buffer(plan.nbytes)
         return True
 
     def replace(self) -> torch.Tensor:
         """Take a fresh buffer of the same size; returns the old one, which something may still write into."""
-        old, self.buffer = self.buffer, torch.empty_like(self.buffer)
+        old, self.buffer = self.buffer, flat_buffer(self.buffer.numel())
         return old
 
     def checksum(self, rank: int) -> int:

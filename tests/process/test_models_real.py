@@ -25,7 +25,9 @@ from psrl.tasks.registry import build_task, task_spec
 from psrl.tasks.synthetic import DigitSum, LongtailCount
 
 pytestmark = pytest.mark.process
-SMALL = TinyModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64, warm_start_steps=12)
+SMALL = TinyModelConfig(
+    hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64, warm_start_steps=12
+)
 
 
 def run_with(tmp_path: Path, tiny: TinyModelConfig = SMALL) -> tuple[Config, RunDir]:
@@ -43,7 +45,13 @@ def test_the_tiny_model_is_an_ordinary_directory_and_every_role_finds_it(tmp_pat
     assert source == run_model(run) == resolve_model(config, run)
     assert source.path == run.path / "model" and source.eos_token_ids == (2,) and source.context == 1024
     names = {file.name for file in source.path.iterdir()}
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= names
     model = load_engine_model(source.path, "float32")
     assert sum(p.numel() for p in model.parameters()) < 2_000_000
     assert not any(p.requires_grad for p in model.parameters()) and model.config.eos_token_id == 2
@@ -62,7 +70,9 @@ def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         tiny = TinyModelConfig(**{**SMALL.__dict__, "seed": seed})
         build_tiny(tiny, DigitSum(size=64), DigitSum(size=64, seed=1), tmp_path / name, 64)
-        weights.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir() if file.name != "warm_start.json"})
+        weights.append(
+            {file.name: file.read_bytes() for file in (tmp_path / name).iterdir() if file.name != "warm_start.json"}
+        )
     assert weights[0] == weights[1]
     assert weights[0]["model.safetensors"] != weights[2]["model.safetensors"]
 
@@ -86,7 +96,9 @@ def test_the_warm_start_ends_at_its_target_and_says_what_it_reached(tmp_path: Pa
 def test_expected_accuracy_is_the_probability_of_sampling_the_answer(tmp_path: Path) -> None:
     build_tiny(SMALL, LongtailCount(size=32), LongtailCount(size=32, seed=1), tmp_path, 512)
     model, tokenizer = load_causal_lm(tmp_path, "float32"), load_tokenizer(tmp_path)
-    examples = [Example(tokenizer.encode_chat(user_message(t)), [*tokenizer.encode(t), 2]) for t in ("1", "Count: 12", "3,2,1")]
+    examples = [
+        Example(tokenizer.encode_chat(user_message(t)), [*tokenizer.encode(t), 2]) for t in ("1", "Count: 12", "3,2,1")
+    ]
     expected = 0.0
     for example in examples:
         ids, log_p = list(example.prompt_ids), 0.0
@@ -104,7 +116,9 @@ def test_no_warm_start_gives_random_weights(tmp_path: Path) -> None:
     assert describe_model(tmp_path).eos_token_ids == (2,)
 
 
-@pytest.mark.parametrize(("shape", "key"), [({"hidden_size": 33}, "hidden_size=33"), ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4")])
+@pytest.mark.parametrize(
+    ("shape", "key"), [({"hidden_size": 33}, "hidden_size=33"), ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4")]
+)
 def test_an_impossible_shape_is_refused(tmp_path: Path, shape: dict[str, int], key: str) -> None:
     with pytest.raises(ConfigError, match=f"model.tiny.{key} must be a multiple"):
         build_tiny(TinyModelConfig(**{**SMALL.__dict__, **shape}), DigitSum(), DigitSum(), tmp_path, 64)

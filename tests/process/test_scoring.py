@@ -29,8 +29,9 @@ import numpy
 def value(data_source, solution_str, ground_truth, extra_info):
     """The solution says what to do."""
     return {
-        "one": 1, "half": 0.5, "yes": True, "numpy": numpy.float32(0.25), "none": None, "nan": float("nan"), "inf": float("inf"),
-        "text": "1", "list": [1.0], "dict": {"score": 0.75, "length": 3, "note": "x"}, "dict_none": {"score": None},
+        "one": 1, "half": 0.5, "yes": True, "numpy": numpy.float32(0.25),
+        "none": None, "nan": float("nan"), "inf": float("inf"), "text": "1",
+        "list": [1.0], "dict": {"score": 0.75, "length": 3, "note": "x"}, "dict_none": {"score": None},
     }[solution_str]
 
 def act(data_source, solution_str, ground_truth, extra_info):
@@ -62,7 +63,8 @@ def act(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str == ground_truth)
 
 def keywords(*, data_source, solution_str, ground_truth, extra_info):
-    return float([data_source, solution_str, ground_truth, extra_info] == ["src", "answer", {"a": [1]}, {"split": "train"}])
+    given = [data_source, solution_str, ground_truth, extra_info]
+    return float(given == ["src", "answer", {"a": [1]}, {"split": "train"}])
 
 NOT_CALLABLE = 3
 '''
@@ -149,7 +151,7 @@ def test_a_sample_that_always_raises_does_not_touch_its_group() -> None:
 
 
 def test_a_sample_that_hangs_once_times_out_and_succeeds_later(tmp_path: Path) -> None:
-    """Prompt p3 hangs once: a timeout, its process (and what that started) is ended, the rest of the group is scored."""
+    """Prompt p3 hangs once: a timeout, its process (and what that started) is ended, the rest is scored."""
     group = [*answers("7"), *answers("hang_once", mark=str(tmp_path / "mark")), *answers("7")]
     (first, second), counters = score(configuration(timeout_s=5.0), group, group)
     assert [r.kind for r in first] == ["ok", "timeout", "ok"]
@@ -243,7 +245,9 @@ def test_the_tasks_own_verifier_scores_without_a_function() -> None:
 
     item = next(iter(build_task(task_spec(config)).items()))
     group = [
-        Answer(solution_str=text, data_source=item.data_source, ground_truth=item.ground_truth, extra_info=item.extra_info)
+        Answer(
+            solution_str=text, data_source=item.data_source, ground_truth=item.ground_truth, extra_info=item.extra_info
+        )
         for text in (str(item.solution), "nonsense")
     ]
     [results], _ = score(config, group)

@@ -20,7 +20,9 @@ from psrl.rundir.layout import RunDir
 
 pytestmark = pytest.mark.unit
 
-TEXTS = [f"State the final answer to the following arithmetic problem: {a} + {b} =" for a in range(10) for b in range(10)]
+TEXTS = [
+    f"State the final answer to the following arithmetic problem: {a} + {b} =" for a in range(10) for b in range(10)
+]
 
 
 def model_directory(path: Path, generation: dict[str, Any] | None = None, **config: Any) -> Path:
@@ -81,7 +83,10 @@ def test_chat_ids_are_those_of_transformers(tmp_path: Path, messages: list[dict[
 
 TEMPLATES: list[Any] = [
     "{% for m in messages %}\n{% if m.role == 'system' %}\n{% continue %}\n{% endif %}\n{{ m.content }}\n{% endfor %}",
-    [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}{{ messages[0].content | tojson }}"}],
+    [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ bos_token }}{{ messages[0].content | tojson }}"},
+    ],
     "{% if strftime_now('%Y') | int > 2000 %}{{ messages[0]['content'].strip() | trim }}{% endif %}",
 ]
 
@@ -92,7 +97,9 @@ def test_templates_are_rendered_as_transformers_renders_them(tmp_path: Path, tem
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     messages = [{"role": "user", "content": " <b>ü 'x'</b> "}]
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, add_generation_prompt=True)[
+        "input_ids"
+    ]
     assert load_tokenizer(tmp_path).encode_chat(messages) == theirs
 
 
@@ -109,7 +116,7 @@ def test_a_template_file_wins_and_no_template_means_plain_text(tmp_path: Path) -
 def test_what_a_template_refuses_is_said_in_one_sentence(tmp_path: Path) -> None:
     model_directory(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('only user turns') }}")
-    with pytest.raises(ConfigError, match="chat template refuses a prompt .only user turns."):
+    with pytest.raises(ConfigError, match=r"chat template refuses a prompt \(only user turns\)"):
         load_tokenizer(tmp_path).encode_chat([{"role": "tool", "content": "x"}])
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -133,7 +140,11 @@ def test_every_declared_end_token_ends_a_response(
     assert source.eos_token_ids == eos and source.pad_token_id == 0
 
 
-MISSING = [("config.json", "lacks config.json"), ("model.safetensors", "lacks weights"), ("tokenizer", "lacks a tokenizer")]
+MISSING = [
+    ("config.json", "lacks config.json"),
+    ("model.safetensors", "lacks weights"),
+    ("tokenizer", "lacks a tokenizer"),
+]
 
 
 @pytest.mark.parametrize(("name", "message"), MISSING)

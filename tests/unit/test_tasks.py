@@ -25,7 +25,9 @@ ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def answer_of(item: TaskItem, text: str) -> Answer:
-    return Answer(solution_str=text, data_source=item.data_source, ground_truth=item.ground_truth, extra_info=item.extra_info)
+    return Answer(
+        solution_str=text, data_source=item.data_source, ground_truth=item.ground_truth, extra_info=item.extra_info
+    )
 
 
 def config_with(**data: Any) -> Config:
@@ -58,10 +60,16 @@ def test_every_task_repeats_its_items_and_rewards_its_own_solutions(name: str, s
 
 
 SELECTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"task": "digit_sum", "train_files": "x.jsonl"}, "exactly one of .*data.train_files=x.jsonl and data.task=digit_sum"),
+    (
+        {"task": "digit_sum", "train_files": "x.jsonl"},
+        "exactly one of .*data.train_files=x.jsonl and data.task=digit_sum",
+    ),
     ({}, "exactly one of .*none of them is set"),
     ({"task": "digit_sun"}, "data.task=digit_sun is unknown: allowed are digit_sum, longtail_count"),
-    ({"task": "no.such.module:x"}, "data.task=no.such.module:x: importing no.such.module failed with ModuleNotFoundError"),
+    (
+        {"task": "no.such.module:x"},
+        "data.task=no.such.module:x: importing no.such.module failed with ModuleNotFoundError",
+    ),
     ({"task": "psrl.tasks.synthetic:Nothing"}, "psrl.tasks.synthetic has no such name"),
     ({"task": "psrl.tasks.synthetic:"}, "must read module:name"),
     ({"task": "psrl.tasks.verifiers:VERIFIERS"}, "holds a dict, which cannot be called"),
@@ -83,7 +91,11 @@ def test_a_wrong_selection_is_refused_in_one_sentence(data: dict[str, Any], mess
 GYM: list[tuple[str, dict[str, Any], str]] = [
     ("chainsum", {}, "data.reasoning_gym.dataset=chainsum is not a reasoning-gym dataset: did you mean chain_sum"),
     ("zzzz", {}, "for example chain_sum"),
-    ("chain_sum", {"max_term": 2}, "data.reasoning_gym.params.max_term is not a parameter of chain_sum: did you mean max_terms"),
+    (
+        "chain_sum",
+        {"max_term": 2},
+        "data.reasoning_gym.params.max_term is not a parameter of chain_sum: did you mean max_terms",
+    ),
     ("chain_sum", {"seed": 1}, "params.seed is set by data.seed"),
     ("chain_sum", {"size": 1}, "params.size is set by data.reasoning_gym.size"),
     ("chain_sum", {"min_terms": 0}, "reasoning-gym refuses chain_sum.*min_terms must be positive"),
@@ -106,7 +118,7 @@ def test_reasoning_gym_reads_answer_tags_and_gives_its_partial_credit() -> None:
 
 def test_longtail_lengths_are_long_tailed_and_within_bounds() -> None:
     lengths = [len(str(item.solution)) for item in LongtailCount(seed=0, size=2000).items()]
-    assert 8 <= min(lengths) and max(lengths) <= 258
+    assert min(lengths) >= 8 and max(lengths) <= 258
     assert 35 <= statistics.median(lengths) <= 48
     assert statistics.quantiles(lengths, n=20)[-1] > 3 * statistics.median(lengths)
 
@@ -178,12 +190,16 @@ def test_files_in_verls_columns(tmp_path: Path, suffix: str) -> None:
 
 BAD_FILES: list[tuple[str, Any, str]] = [
     ("missing.jsonl", None, "does not exist"),
-    ("train.csv", "a,b", "has the ending '.csv': allowed are .parquet and .jsonl"),
+    ("train.csv", "a,b", "ends with '.csv': allowed are .parquet and .jsonl"),
     ("broken.jsonl", "{]\n", "line 1 is not JSON"),
     ("list.jsonl", "[1]\n", "line 1 must hold an object"),
     ("noprompt.jsonl", json.dumps({"data_source": "gsm8k"}), "row 0: column 'prompt' .* the row has only data_source"),
     ("number.jsonl", json.dumps({**ROW, "prompt": 7}), "it holds 7"),
-    ("source.jsonl", json.dumps({**ROW, "data_source": "mine"}), "data_source 'mine' has no built-in verifier: set reward.function"),
+    (
+        "source.jsonl",
+        json.dumps({**ROW, "data_source": "mine"}),
+        "data_source 'mine' has no built-in verifier: set reward.function",
+    ),
     ("broken.parquet", "no parquet", "is not a readable parquet file"),
 ]
 

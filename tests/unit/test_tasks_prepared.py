@@ -46,7 +46,12 @@ class Lengths:
 
     def items(self) -> list[TaskItem]:
         return [
-            TaskItem(messages=user_message("a" * n), data_source="t", ground_truth=self.ground_truth, extra_info={"length": n})
+            TaskItem(
+                messages=user_message("a" * n),
+                data_source="t",
+                ground_truth=self.ground_truth,
+                extra_info={"length": n},
+            )
             for n in self.lengths
         ]
 
@@ -77,7 +82,9 @@ SKIPPED: list[tuple[dict[str, Any], list[int], list[int]]] = [
 
 
 @pytest.mark.parametrize(("limits", "lengths", "kept"), SKIPPED)
-def test_long_prompts_are_left_out_and_indices_stay_dense(tmp_path: Path, limits: dict[str, Any], lengths: list[int], kept: list[int]) -> None:
+def test_long_prompts_are_left_out_and_indices_stay_dense(
+    tmp_path: Path, limits: dict[str, Any], lengths: list[int], kept: list[int]
+) -> None:
     prepare(config_with(**limits), Lengths(*lengths), Unary(), tmp_path / "prompts.bin")
     prompts = list(PreparedReader(tmp_path / "prompts.bin"))
     assert [p.extra_info["length"] for p in prompts] == kept
@@ -85,17 +92,27 @@ def test_long_prompts_are_left_out_and_indices_stay_dense(tmp_path: Path, limits
 
 
 REFUSED: list[tuple[dict[str, Any], Lengths, str]] = [
-    ({"truncation": "error"}, Lengths(3, 33), "prompt of item 1 has 33 tokens but the context of 32 tokens has no room"),
+    (
+        {"truncation": "error"},
+        Lengths(3, 33),
+        "prompt of item 1 has 33 tokens but the context of 32 tokens has no room",
+    ),
     ({"truncation": "error", "max_prompt_length": 4}, Lengths(5), "item 0 has 5 tokens but data.max_prompt_length=4"),
     ({}, Lengths(40, 50), "no usable prompt: 2 items, 0 longer than data.max_prompt_length=64, 2 leave no room"),
     ({}, Lengths(), "no usable prompt: 0 items"),
     ({}, Lengths(0), "Item 0 of the data has an empty prompt"),
-    ({}, Lengths(3, ground_truth=object()), "Item 0 of the data holds a ground_truth or extra_info that cannot be stored"),
+    (
+        {},
+        Lengths(3, ground_truth=object()),
+        "Item 0 of the data holds a ground_truth or extra_info that cannot be stored",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("limits", "task", "message"), REFUSED)
-def test_unusable_data_is_refused_and_leaves_no_file(tmp_path: Path, limits: dict[str, Any], task: Lengths, message: str) -> None:
+def test_unusable_data_is_refused_and_leaves_no_file(
+    tmp_path: Path, limits: dict[str, Any], task: Lengths, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(config_with(**limits), task, Unary(), tmp_path / "prompts.bin")
     assert list(tmp_path.iterdir()) == []
@@ -150,7 +167,11 @@ def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
 
 def test_reading_prompts_and_tokenizers_imports_no_torch() -> None:
     """Coordinator, agent loops and scoring processes start in tenths of a second only without it."""
-    modules = "psrl.tasks.prepared, psrl.tasks.prepare, psrl.tasks.registry, psrl.models.tokenizer, psrl.models.resolve, psrl.rollout.scoring"
-    code = f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'reasoning_gym', 'pyarrow') if m in sys.modules])"
+    modules = (
+        "psrl.tasks.prepared, psrl.tasks.prepare, psrl.tasks.registry, psrl.models.tokenizer, psrl.models.resolve, "
+        "psrl.rollout.scoring"
+    )
+    heavy = ("torch", "transformers", "reasoning_gym", "pyarrow")
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.strip() == "[]"

@@ -21,6 +21,7 @@ from psrl.protocol.weights import ShardFile, ShardLayout
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import Publication, PullError, StagedWeights
+from psrl.weights.memory import flat_buffer
 from psrl.weights.pack import lay_out, pack
 from psrl.weights.plan import Place, Specs, same_place
 from psrl.weights.staging import Staging
@@ -67,7 +68,7 @@ class FilesystemPublisher:
         given = list(shards)
         if self._layout is None:
             self._layout = lay_out(given, self._rank, self._num_ranks, self._dtype)
-            self._payload = torch.empty(self._layout.nbytes, dtype=torch.uint8)
+            self._payload = flat_buffer(self._layout.nbytes)
         found = pack(given, self._layout, self._payload)
         with _path(self._directory, version, incarnation, self._rank, "bin").open("xb") as file:
             file.write(self._payload.numpy().data)

@@ -26,6 +26,7 @@ from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import Publication
 from psrl.weights.channel.nixl_agent import TransferAgent, prepare_environment
 from psrl.weights.channel.slot_header import HEADER_BYTES, SlotHeader, write_header
+from psrl.weights.memory import flat_buffer
 from psrl.weights.pack import lay_out, pack
 from psrl.weights.store import Slot, SlotTable, VersionNotHeldError
 
@@ -131,9 +132,8 @@ class NixlPublisher:
     def _allocate(self, layout: ShardLayout) -> None:
         if self._agent is None:
             raise RuntimeError("publish() was called before serve()")
-        slots = tuple(torch.empty(HEADER_BYTES + layout.nbytes, dtype=torch.uint8) for _ in self._table.slots)
+        slots = tuple(flat_buffer(HEADER_BYTES + layout.nbytes) for _ in self._table.slots)
         for slot in slots:
-            slot[:HEADER_BYTES] = 0
             self._agent.register(slot)
         self._metadata = self._agent.metadata()
         self._slots, self._layout = slots, layout

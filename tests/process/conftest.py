@@ -1,0 +1,52 @@
+"""Whole runs as fixtures: one tiny model for all of them, and nothing left of a run when its test has ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from runs import DEADLINE_S, SMALL, Run
+
+from psrl.config.compose import compose_config
+from psrl.local import lay_out
+from psrl.rundir.layout import RunDir
+from psrl.supervisor.node import role_environment
+
+MODEL = {
+    "data.max_response_length": 256,
+    "model.tiny.hidden_size": 64,
+    "model.tiny.num_layers": 2,
+    "model.tiny.warm_start_steps": 0,
+}
+
+NewRun = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory for `model=`, with random weights: what a run learns is not the point here."""
+    run_dir = RunDir(tmp_path_factory.mktemp("model") / "run")
+    run_dir.create()
+    lay_out(run_dir, OmegaConf.to_object(compose_config([f"{key}={value}" for key, value in (SMALL | MODEL).items()])))
+    prepare = [sys.executable, "-m", "psrl.prepare", str(run_dir.path)]
+    subprocess.run(prepare, env=role_environment(run_dir), check=True, timeout=DEADLINE_S)
+    return run_dir.path / "model"
+
+
+@pytest.fixture
+def new_run(tiny_model: Path, tmp_path: Path) -> Iterator[NewRun]:
+    """`new_run(overrides, name)`: a run that is not started yet. Modules in tmp_path can be imported by its rewards."""
+    runs: list[Run] = []
+
+    def make(overrides: Mapping[str, object] | None = None, name: str = "run") -> Run:
+        run = Run(tmp_path / name, {"model": tiny_model, **(overrides or {})}, module_dir=tmp_path)
+        runs.append(run)
+        return run
+
+    yield make
+    for run in runs:
+        run.close()
