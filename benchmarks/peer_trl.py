@@ -35,7 +35,12 @@ WORK = {
         "max_tokens": 256,
         "lr": 3e-4,
         "goal": 2.0,
-        "data": ["data.task=longtail_count", "data.max_response_length=256", "data.max_prompt_length=32", "model.tiny.warm_start_accuracy=0.6"],
+        "data": [
+            "data.task=longtail_count",
+            "data.max_response_length=256",
+            "data.max_prompt_length=32",
+            "model.tiny.warm_start_accuracy=0.6",
+        ],
     },
 }
 GROUPS, SAMPLES, WARMUP = 16, 8, 5
@@ -79,7 +84,9 @@ def psrl_command(run_dir: Path, work: dict, *overrides: str) -> list[str]:
 
 def prepare(base: Path, work: dict) -> tuple[Path, list[dict]]:
     """One warm-started model and the task's prompts, for both sides."""
-    subprocess.run(psrl_command(base, work, "trainer.total_training_steps=1"), check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    subprocess.run(
+        psrl_command(base, work, "trainer.total_training_steps=1"), check=True, stdout=subprocess.DEVNULL, cwd=ROOT
+    )
     from psrl.models.tokenizer import load_tokenizer
     from psrl.role import load_config
     from psrl.rundir.layout import RunDir
@@ -89,7 +96,12 @@ def prepare(base: Path, work: dict) -> tuple[Path, list[dict]]:
     tokenizer = load_tokenizer(base / "model")
     prompts = []
     for item in build_task(task_spec(config)).items():
-        prompts.append({"prompt": tokenizer._tokenizer.decode(tokenizer.encode_chat(item.messages), skip_special_tokens=False), "truth": str(item.ground_truth)})
+        prompts.append(
+            {
+                "prompt": tokenizer._tokenizer.decode(tokenizer.encode_chat(item.messages), skip_special_tokens=False),
+                "truth": str(item.ground_truth),
+            }
+        )
     return base / "model", prompts
 
 
@@ -100,7 +112,12 @@ def run_trl(scratch: Path, work: dict, model: Path, prompts: list[dict], steps: 
         "steps": steps, "lr": work["lr"], "warmup": WARMUP, "output_dir": str(scratch / "out"),
     }  # fmt: skip
     (scratch / "spec.json").write_text(json.dumps(spec))
-    command = [str(TRL_PYTHON), str(ROOT / "benchmarks/peer_trl_worker.py"), str(scratch / "spec.json"), str(scratch / "result.json")]
+    command = [
+        str(TRL_PYTHON),
+        str(ROOT / "benchmarks/peer_trl_worker.py"),
+        str(scratch / "spec.json"),
+        str(scratch / "result.json"),
+    ]
     with (scratch / "log").open("w") as log:
         subprocess.run(command, check=True, stdout=log, stderr=log)
     return json.loads((scratch / "result.json").read_text())
@@ -134,15 +151,23 @@ def report(args: argparse.Namespace, work: dict, rounds: dict[str, list[dict]]) 
         return statistics.median(statistics.fmean(r["rewards"][-10:]) for r in rounds[side])
 
     print(describe_machine())
-    print(f"task {args.work}: {GROUPS} prompts x {SAMPLES} samples a step, at most {work['max_tokens']} new tokens, {args.steps} steps, {args.rounds} rounds")
+    print(
+        f"task {args.work}: {GROUPS} prompts x {SAMPLES} samples a step, at most {work['max_tokens']} new tokens, {args.steps} steps, {args.rounds} rounds"
+    )
     print(f"{'':6} {'samples/s':>10} {'step s':>8} {'reward, last 10 steps':>22}")
     for side in ("trl", "psrl"):
         print(f"{side:6} {median(side, 'samples_per_s'):10.0f} {median(side, 'step_s'):8.3f} {reward(side):22.3f}")
     ratio = median("psrl", "samples_per_s") / median("trl", "samples_per_s")
-    print(f"psrl / trl = {ratio:.2f} (goal {work['goal']:.1f}); per round: " + ", ".join(
-        f"{p['samples_per_s'] / t['samples_per_s']:.2f}" for p, t in zip(rounds["psrl"], rounds["trl"], strict=True)))
+    print(
+        f"psrl / trl = {ratio:.2f} (goal {work['goal']:.1f}); per round: "
+        + ", ".join(
+            f"{p['samples_per_s'] / t['samples_per_s']:.2f}" for p, t in zip(rounds["psrl"], rounds["trl"], strict=True)
+        )
+    )
     for r in rounds["psrl"]:
-        print(f"psrl busy: rollout {r['rollout_busy']:.2f}, trainer {r['train_busy']:.2f}; max staleness {r['max_staleness']}")
+        print(
+            f"psrl busy: rollout {r['rollout_busy']:.2f}, trainer {r['train_busy']:.2f}; max staleness {r['max_staleness']}"
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ from pathlib import Path
 
 def describe_machine() -> str:
     """Date, processor, cores, load, versions."""
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     packages = ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
     load = os.getloadavg()[0]
     return (

@@ -29,6 +29,7 @@ from psrl.weights.channel.nixl_puller import NixlPuller
 WIDTH = 1024
 TENSORS = 16
 LIMIT_S = 120.0
+COLUMNS = ("MiB", "readers", "pull_ms", "pull", "arrive", "copy", "ratio", "pack")
 
 
 def rows(mib: int) -> int:
@@ -97,9 +98,9 @@ def measure(channel: str, mib: int, num_readers: int, rounds: int) -> dict[str, 
     nbytes = mib * 2**20
     copy_s, pull_s, transfer_s = (statistics.mean(column) for column in list(zip(*found, strict=True))[:3])
     return {
-        "transport": found[0][3], "mib": mib, "readers": num_readers, "pull_ms": 1e3 * pull_s,
-        "pull_gb_s": nbytes / pull_s / 1e9, "until_arrived_gb_s": nbytes / transfer_s / 1e9,
-        "copy_gb_s": nbytes / copy_s / 1e9, "ratio": copy_s / pull_s, "pack_gb_s": pack_gb_s,
+        "transport": found[0][3], "MiB": mib, "readers": num_readers, "pull_ms": 1e3 * pull_s,
+        "pull": nbytes / pull_s / 1e9, "arrive": nbytes / transfer_s / 1e9, "copy": nbytes / copy_s / 1e9,
+        "ratio": copy_s / pull_s, "pack": pack_gb_s,
     }  # fmt: skip
 
 
@@ -112,22 +113,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     table = []
-    print(
-        f"{'transport':24} {'MiB':>5} {'readers':>7} {'pull ms':>8} {'pull':>6} {'arrive':>6} {'copy':>6} {'ratio':>6} {'pack':>6}"
-    )
+    print(f"{'transport':24}" + "".join(f"{name:>8}" for name in COLUMNS))
     for channel in args.channels:
         for mib in args.sizes_mib:
             for num_readers in args.readers:
                 row = measure(channel, mib, num_readers, args.rounds)
                 table.append(row)
-                print(
-                    f"{row['transport']:24} {mib:5} {num_readers:7} {row['pull_ms']:8.1f} {row['pull_gb_s']:6.2f} "
-                    f"{row['until_arrived_gb_s']:6.2f} {row['copy_gb_s']:6.2f} {row['ratio']:6.2f} {row['pack_gb_s']:6.2f}",
-                    flush=True,
-                )
-    print(
-        "pull: whole pull per reader; arrive: until the last byte is there; copy, pack: plain copy, packing; all GB/s"
-    )
+                print(f"{row['transport']:24}" + "".join(f"{row[name]:8.4g}" for name in COLUMNS), flush=True)
+    print("GB/s of one reader: pull = the whole pull, arrive = until the last byte is there, copy = plain copy")
     if args.json:
         args.json.write_text(json.dumps(table, indent=1))
 

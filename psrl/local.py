@@ -47,7 +47,9 @@ def run_locally(config: Config) -> int:
         refuse_running(run_dir)
         check_resume(flatten(_plain(load_config(run_dir))), flatten(_plain(config)))
         if previous is not None and previous.status == COMPLETED and not _wants_more(config, previous):
-            print(f"psrl: {run_dir.path} is completed (version {previous.version}); ask for more with trainer.total_training_steps=N")
+            print(
+                f"psrl: {run_dir.path} is completed (version {previous.version}); ask for more with trainer.total_training_steps=N"
+            )
             return 0
     fresh = not run_dir.path.exists()
     with claimed(run_dir):
@@ -75,7 +77,11 @@ def choose_run_dir(config: Config) -> Path:
     """What `run_dir` names, else a fresh safe name under runs/."""
     if config.run_dir:
         return Path(config.run_dir).expanduser().resolve()
-    words = re.sub(r"[^a-z0-9]+", "-", f"{config.model.name}-{config.data.reasoning_gym.dataset or config.data.task or 'data'}".lower()).strip("-")
+    words = re.sub(
+        r"[^a-z0-9]+",
+        "-",
+        f"{config.model.name}-{config.data.reasoning_gym.dataset or config.data.task or 'data'}".lower(),
+    ).strip("-")
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return Path("runs", f"{stamp}-{words}-{secrets.token_hex(2)}").resolve()
 
@@ -95,7 +101,9 @@ def claimed(run_dir: RunDir) -> Iterator[None]:
     try:
         os.link(own, mark)
     except FileExistsError:
-        raise ConfigError(f"run_dir={run_dir.path} is being started by another process: choose another run_dir.") from None
+        raise ConfigError(
+            f"run_dir={run_dir.path} is being started by another process: choose another run_dir."
+        ) from None
     finally:
         own.unlink()
     try:
@@ -123,7 +131,9 @@ def refuse_running(run_dir: RunDir) -> None:
     if mark.exists():
         pid, started = mark.read_text().split()
         if _start_time(int(pid)) == started:
-            raise ConfigError(f"run_dir={run_dir.path} is in use by process {pid}: wait for it, stop it (kill -INT {pid}), or choose another run_dir.")
+            raise ConfigError(
+                f"run_dir={run_dir.path} is in use by process {pid}: wait for it, stop it (kill -INT {pid}), or choose another run_dir."
+            )
 
 
 def watch(run_dir: RunDir, config: Config) -> Outcome:
@@ -134,7 +144,10 @@ def watch(run_dir: RunDir, config: Config) -> Outcome:
     seen: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda n, _frame: seen.append(n))
-    supervisors = {group: spawn(_command(run_dir, group), env=env, log_path=run_dir.logs / f"supervisor-{group}.log") for group in GROUPS}
+    supervisors = {
+        group: spawn(_command(run_dir, group), env=env, log_path=run_dir.logs / f"supervisor-{group}.log")
+        for group in GROUPS
+    }
     tail, progress = MetricsTail(run_dir.metrics), Progress(config.trainer.total_training_steps, sys.stdout)
     for row in surviving(tail.poll())[-1:]:
         progress.update(row)
@@ -182,20 +195,28 @@ def write_summary_and_report(run_dir: RunDir) -> None:
     try:
         write_report(run_dir)
     except Exception as error:  # the run itself is over: its verdict must not depend on a plot
-        print(f"psrl: the report could not be made ({type(error).__name__}: {error}); try python -m psrl.report {run_dir.path}", file=sys.stderr)
+        print(
+            f"psrl: the report could not be made ({type(error).__name__}: {error}); try python -m psrl.report {run_dir.path}",
+            file=sys.stderr,
+        )
 
 
 def conclude(run_dir: RunDir, outcome: Outcome) -> None:
     """The last words on the terminal."""
     if run_dir.summary.exists():
         summary: dict[str, Any] = json.loads(run_dir.summary.read_text())
-        figures = {k: summary.get(k) for k in ("steps", "reward_first", "reward_last", "max_staleness", "tokens_per_s", "transport")}
+        figures = {
+            k: summary.get(k)
+            for k in ("steps", "reward_first", "reward_last", "max_staleness", "tokens_per_s", "transport")
+        }
         print("psrl: " + "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items()))
     print(f"psrl: {outcome.status}{': ' + outcome.cause if outcome.cause else ''}")
     if outcome.status == FAILED:
         for line in last_errors(run_dir):
             print(f"  {line}")
-        print(f"psrl: logs are in {run_dir.logs}; the same command with run_dir={run_dir.path} goes on from the last checkpoint")
+        print(
+            f"psrl: logs are in {run_dir.logs}; the same command with run_dir={run_dir.path} goes on from the last checkpoint"
+        )
     elif outcome.status == INTERRUPTED:
         print(f"psrl: go on with the same command and run_dir={run_dir.path}")
     if (run_dir.report / "index.html").exists():

@@ -6,7 +6,6 @@ Runs as a process of its own, so that the launcher stays small and bad input is 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from pathlib import Path

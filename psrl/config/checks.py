@@ -72,7 +72,15 @@ POSITIVE: tuple[str, ...] = (
     "algorithm.rollout_correction.rollout_is_threshold",
     "gen_actor_rollout_ref.rollout.top_p",
 )
-MAY_CHANGE = ("trainer.total_training_steps", "trainer.logger", "trainer.project_name", "trainer.experiment_name", "psrl.deployment.", "run_dir", "note")
+MAY_CHANGE = (
+    "trainer.total_training_steps",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "psrl.deployment.",
+    "run_dir",
+    "note",
+)
 """Keys and prefixes in which a resumed run may differ from its first start: length, deployment, logging."""
 
 
@@ -88,7 +96,9 @@ def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:
     """The data must fill at least one buffer, unless a short last buffer is asked for."""
     batch = config.psrl.staleness_buffer_entries
     if num_prompts == 0:
-        raise ConfigError(f"No prompt is left: all {skipped} are longer than data.max_prompt_length={config.data.max_prompt_length} or the context.")
+        raise ConfigError(
+            f"No prompt is left: all {skipped} are longer than data.max_prompt_length={config.data.max_prompt_length} or the context."
+        )
     if num_prompts < batch and (config.data.drop_last or config.trainer.total_epochs is None):
         raise ConfigError(
             f"{num_prompts} prompts < batch {batch}: psrl.staleness_buffer_entries={batch} is larger than the data set ({skipped} skipped as too long); "
@@ -100,7 +110,9 @@ def check_resume(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on in a run directory that was started with another configuration.
 
     `before` and `now` are flattened (psrl.config.compose.flatten)."""
-    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)]
+    changed = [
+        key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)
+    ]
     if changed:
         key = changed[0]
         more = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
@@ -113,13 +125,17 @@ def check_resume(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def _as_dict(config: Any) -> Any:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(OmegaConf.create(config) if isinstance(config, dict) else OmegaConf.structured(config))
+    return OmegaConf.to_container(
+        OmegaConf.create(config) if isinstance(config, dict) else OmegaConf.structured(config)
+    )
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
     for key, allowed in CHOICES.items():
         if values[key] not in allowed:
-            raise ConfigError(f"{key}={values[key]} is refused: allowed is {' | '.join('null' if a is None else str(a) for a in allowed)}.")
+            raise ConfigError(
+                f"{key}={values[key]} is refused: allowed is {' | '.join('null' if a is None else str(a) for a in allowed)}."
+            )
     for key, least in AT_LEAST.items():
         if values[key] is not None and values[key] < least:
             raise ConfigError(f"{key}={values[key]} is refused: it must be at least {least:g}.")
@@ -132,21 +148,34 @@ def _check_values(values: Mapping[str, Any]) -> None:
 
 
 def _check_combinations(config: Config) -> None:
-    p, actor, gen, correction = config.psrl, config.train_actor_rollout_ref.actor, config.gen_actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    p, actor, gen, correction = (
+        config.psrl,
+        config.train_actor_rollout_ref.actor,
+        config.gen_actor_rollout_ref.rollout,
+        config.algorithm.rollout_correction,
+    )
     mini = actor.ppo_mini_batch_size
     if mini and p.staleness_buffer_entries % mini:
         raise ConfigError(
             f"train_actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide psrl.staleness_buffer_entries={p.staleness_buffer_entries}: "
             "choose a divisor, or null for the whole buffer."
         )
-    needs = "algorithm.rollout_correction.rollout_is" if correction.rollout_is else "algorithm.rollout_correction.bypass_mode" if correction.bypass_mode else None
+    needs = (
+        "algorithm.rollout_correction.rollout_is"
+        if correction.rollout_is
+        else "algorithm.rollout_correction.bypass_mode"
+        if correction.bypass_mode
+        else None
+    )
     if needs and not p.log_prob.enable_rollout_engine_log_prob:
         raise ConfigError(
             f"{needs} needs the engine's log-probs but psrl.log_prob.enable_rollout_engine_log_prob=False: set it to True, or set {needs} to "
             f"{'null' if correction.rollout_is else 'False'}."
         )
     if config.algorithm.adv_estimator == "grpo" and p.rollout_n < 2:
-        raise ConfigError(f"psrl.rollout_n={p.rollout_n} with algorithm.adv_estimator=grpo gives no advantage: a group needs at least 2 samples.")
+        raise ConfigError(
+            f"psrl.rollout_n={p.rollout_n} with algorithm.adv_estimator=grpo gives no advantage: a group needs at least 2 samples."
+        )
     context = gen.max_model_len
     if context is not None and context <= config.data.max_prompt_length:
         raise ConfigError(
@@ -158,14 +187,28 @@ def _check_combinations(config: Config) -> None:
             f"psrl.rollout_n={p.rollout_n} is more than psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance="
             f"{p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance}: no instance could take a group."
         )
-    sources = [name for name, value in (("data.train_files", config.data.train_files), ("data.reasoning_gym.dataset", config.data.reasoning_gym.dataset), ("data.task", config.data.task)) if value]
+    sources = [
+        name
+        for name, value in (
+            ("data.train_files", config.data.train_files),
+            ("data.reasoning_gym.dataset", config.data.reasoning_gym.dataset),
+            ("data.task", config.data.task),
+        )
+        if value
+    ]
     if len(sources) != 1:
         what = f"both {' and '.join(sources)} are set" if sources else "no data is named"
         raise ConfigError(f"{what}: set exactly one of data.train_files, data.reasoning_gym.dataset and data.task.")
     if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
         raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
-    if p.ps_mode == "nixl" and importlib.util.find_spec("nixl_cu13") is None and importlib.util.find_spec("nixl") is None:
-        raise ConfigError("psrl.ps_mode=nixl but the nixl package is not installed: `pip install nixl-cu13`, or psrl.ps_mode=filesystem.")
+    if (
+        p.ps_mode == "nixl"
+        and importlib.util.find_spec("nixl_cu13") is None
+        and importlib.util.find_spec("nixl") is None
+    ):
+        raise ConfigError(
+            "psrl.ps_mode=nixl but the nixl package is not installed: `pip install nixl-cu13`, or psrl.ps_mode=filesystem."
+        )
 
 
 def _warnings(config: Config) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,7 +20,11 @@ from psrl.config.errors import ConfigError
 from psrl.config.help import documented_keys
 from psrl.config.schema import Config
 
-ALIASES = {("psrl.ps_mode", "nixl_cpu"): "nixl", ("psrl.ps_mode", "cpu"): "filesystem", ("psrl.ps_mode", "cpu_ref"): "filesystem"}
+ALIASES = {
+    ("psrl.ps_mode", "nixl_cpu"): "nixl",
+    ("psrl.ps_mode", "cpu"): "filesystem",
+    ("psrl.ps_mode", "cpu_ref"): "filesystem",
+}
 """Spellings of an earlier system, accepted with one notice."""
 
 
@@ -55,7 +59,9 @@ def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool
     chosen = any(o.lstrip("+").partition("=")[0] == "preset" for o in overrides)
     if not chosen and not has_accelerator and not on_slurm:
         result.insert(0, "preset=laptop")
-        notices.append("preset=laptop: neither a GPU nor Slurm is used, so sizes are small (preset=cluster for the shipped defaults)")
+        notices.append(
+            "preset=laptop: neither a GPU nor Slurm is used, so sizes are small (preset=cluster for the shipped defaults)"
+        )
     return result, notices
 
 
@@ -81,23 +87,33 @@ def _parse_each(overrides: Sequence[str]) -> None:
             parsed = parser.parse_override(override)
         except HydraException as error:
             reason = _first_line(str(error.__cause__ or error))
-            raise ConfigError(f"Cannot read the override {override!r}: {reason}; quote the value as in 'note=\"a=b\"'.") from error
+            raise ConfigError(
+                f"Cannot read the override {override!r}: {reason}; quote the value as in 'note=\"a=b\"'."
+            ) from error
         if parsed.is_sweep_override():
-            raise ConfigError(f"{override} names several values: sweeps need -m, and a comma inside a value needs quotes as in 'note=\"a,b\"'.")
+            raise ConfigError(
+                f"{override} names several values: sweeps need -m, and a comma inside a value needs quotes as in 'note=\"a,b\"'."
+            )
 
 
 def _refuse_unknown(config: DictConfig) -> None:
     """`+key=` opens Hydra's structs: what it added is refused all the same."""
     known = documented_keys()
     for key in flatten(OmegaConf.to_container(config)):
-        if key not in known and not any(key.startswith(f"{k}.") for k, e in known.items() if e.type_name == "a mapping"):
+        if key not in known and not any(
+            key.startswith(f"{k}.") for k, e in known.items() if e.type_name == "a mapping"
+        ):
             raise ConfigError(f"Unknown key {key}: `python -m psrl.launch --help` lists every key.")
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings to dotted keys; empty mappings and lists are values. `flatten({"a": {"b": 1}}) == {"a.b": 1}`."""
     if isinstance(tree, dict) and (tree or not prefix):
-        return {k: v for name, sub in tree.items() for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()}
+        return {
+            k: v
+            for name, sub in tree.items()
+            for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()
+        }
     return {prefix: tree}
 
 
@@ -107,7 +123,10 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     keys = documented_keys()
     if found := re.search(r"Key '([^']+)' is not in struct|Key '([^']+)' not in '|Could not override '([^']+)'", text):
         wanted = next((g for g in reversed(found.groups()) if g), "")
-        given = next((o.lstrip("+~").partition("=")[0] for o in overrides if wanted.split(".")[-1] in o.partition("=")[0]), wanted)
+        given = next(
+            (o.lstrip("+~").partition("=")[0] for o in overrides if wanted.split(".")[-1] in o.partition("=")[0]),
+            wanted,
+        )
         if given in keys:
             return _bad_value(given, overrides, text)
         near = difflib.get_close_matches(given, keys, n=2, cutoff=0.6)
@@ -128,7 +147,13 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 def _bad_value(key: str, overrides: Sequence[str], text: str) -> str:
     given = next((o.partition("=")[2] for o in reversed(overrides) if o.lstrip("+").partition("=")[0] == key), None)
     entry = documented_keys().get(key)
-    allowed = f"allowed is {entry.type_name} ({entry.doc})" if entry and entry.doc else f"allowed is {entry.type_name}" if entry else _first_line(text)
+    allowed = (
+        f"allowed is {entry.type_name} ({entry.doc})"
+        if entry and entry.doc
+        else f"allowed is {entry.type_name}"
+        if entry
+        else _first_line(text)
+    )
     return f"{key}={given} is refused: {allowed}."
 
 

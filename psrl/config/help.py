@@ -62,7 +62,9 @@ def _walk(cls: type, prefix: str, texts: dict[tuple[str, str], str]) -> list[Doc
         if dataclasses.is_dataclass(value):
             nested += _walk(type(value), f"{key}.", texts)
         else:
-            plain.append(DocumentedKey(key, _type_name(hints[item.name]), value, texts.get((cls.__name__, item.name), "")))
+            plain.append(
+                DocumentedKey(key, _type_name(hints[item.name]), value, texts.get((cls.__name__, item.name), ""))
+            )
     return plain + nested
 
 

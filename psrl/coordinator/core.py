@@ -54,7 +54,9 @@ class Coordinator:
     roles when they say hello.
     """
 
-    def __init__(self, settings: Settings, staleness: Staleness, prompts: PromptSource, router: Router, epoch: int, now_s: float) -> None:
+    def __init__(
+        self, settings: Settings, staleness: Staleness, prompts: PromptSource, router: Router, epoch: int, now_s: float
+    ) -> None:
         self.settings = settings
         self.staleness = staleness
         self.prompts = prompts
@@ -114,7 +116,10 @@ class Coordinator:
             self.last_ready_s = now_s
         elif now_s - self.last_ready_s > self.settings.startup_timeout_s:
             who = "the trainer" if self.pullable_version < 0 else "a rollout instance with weights"
-            self.end("failed", f"{who} was not there for psrl.fault_tolerance.startup_timeout_s={self.settings.startup_timeout_s:g} s")
+            self.end(
+                "failed",
+                f"{who} was not there for psrl.fault_tolerance.startup_timeout_s={self.settings.startup_timeout_s:g} s",
+            )
 
     def advance(self, now_s: float) -> None:
         """Everything that can go on now does: pulls, waiting samples, new groups, the next buffer."""
@@ -150,7 +155,9 @@ class Coordinator:
                 self.supervisors.add(sender)
                 for down in state.gone:
                     self._gone_for_good(down)
-        welcome = c.Welcome(epoch=self.epoch, incarnation=self.staleness.incarnation, hello_sent_s=hello.sent_s, now_s=now_s)
+        welcome = c.Welcome(
+            epoch=self.epoch, incarnation=self.staleness.incarnation, hello_sent_s=hello.sent_s, now_s=now_s
+        )
         self.outbox.insert(before, (sender, welcome))
 
     def _instance_hello(self, name: str, state: c.InstanceState) -> None:
@@ -205,7 +212,9 @@ class Coordinator:
         self.lost(sender, message.reason or "left", now_s)
 
     def _child_down(self, sender: str, down: c.ChildDown, now_s: float) -> None:
-        log.warning("%s %s ended by %s%s", down.role, down.name, down.cause, "; it is started again" if down.restarting else "")
+        log.warning(
+            "%s %s ended by %s%s", down.role, down.name, down.cause, "; it is started again" if down.restarting else ""
+        )
         self.counters[f"deaths/{down.role}"] += 1
         if self.pids.get(down.name) == down.pid:
             self.lost(down.name, down.cause, now_s)
@@ -219,7 +228,9 @@ class Coordinator:
         if down.role == "trainer":
             self.end("failed", f"{down.name} ended by {down.cause}")
         elif down.role == "instance" and len(gone) >= self.settings.num_instances:
-            self.end("failed", f"the last rollout instance is gone: {down.name} ended by {down.cause}, no restart is left")
+            self.end(
+                "failed", f"the last rollout instance is gone: {down.name} ended by {down.cause}, no restart is left"
+            )
         elif down.role == "agent_loop" and len(gone) >= self.settings.num_agents:
             self.end("failed", f"the last agent loop is gone: {down.name} ended by {down.cause}, no restart is left")
 
@@ -264,7 +275,9 @@ class Coordinator:
 
     def _pull_failed(self, sender: str, failed: c.PullFailed, now_s: float) -> None:
         if view := self.placement.instances.get(sender):
-            log.warning("%s could not pull version %d: %s; next try in %g s", sender, failed.version, failed.cause, QUARANTINE_S)
+            log.warning(
+                "%s could not pull version %d: %s; next try in %g s", sender, failed.version, failed.cause, QUARANTINE_S
+            )
             self.counters["failed_pulls"] += 1
             view.pulling, view.draining = -1, False
             view.quarantined_until_s = now_s + QUARANTINE_S
@@ -274,10 +287,14 @@ class Coordinator:
         version, incarnation = self.staleness.version, self.staleness.incarnation
         if self.pullable_version < version:
             return
-        for view in greedy_pulls(self.placement.instances.values(), version=version, incarnation=incarnation, now_s=now_s):
+        for view in greedy_pulls(
+            self.placement.instances.values(), version=version, incarnation=incarnation, now_s=now_s
+        ):
             view.pulling = version
             view.draining = not self.settings.partial_rollout
-            self._say(view.name, c.Pull(version=version, incarnation=incarnation, abort_running=self.settings.partial_rollout))
+            self._say(
+                view.name, c.Pull(version=version, incarnation=incarnation, abort_running=self.settings.partial_rollout)
+            )
 
     def _announce_instances(self) -> None:
         message = c.Instances(instances=[i.info() for i in self.placement.instances.values()])
@@ -376,7 +393,9 @@ class Coordinator:
         self.counters[f"{failed.reason}/prompt_{position.prompt}"] += 1
         retry = failed.retry and position.attempt < self.settings.max_group_retries
         verdict = "it is tried again" if retry else "it is dropped and replaced"
-        log.warning("group %d (prompt %d): %s: %s; %s", failed.group, position.prompt, failed.reason, failed.detail, verdict)
+        log.warning(
+            "group %d (prompt %d): %s: %s; %s", failed.group, position.prompt, failed.reason, failed.detail, verdict
+        )
         self._release(failed.group, failed.reason, failed.detail, requeue=retry)
 
     def _abort(self, group: int, reason: str) -> None:
@@ -411,7 +430,10 @@ class Coordinator:
 
     def _send_buffer(self, buffer: int, entries: list[Entry]) -> None:
         self.wanted_buffer = -1
-        groups = [c.TakenGroup(group=e.group, prompt=e.prompt, data_epoch=e.data_epoch, version=e.version, ref=e.ref) for e in entries]
+        groups = [
+            c.TakenGroup(group=e.group, prompt=e.prompt, data_epoch=e.data_epoch, version=e.version, ref=e.ref)
+            for e in entries
+        ]
         self._say(self.trainer, c.Buffer(buffer=buffer, groups=groups, counters=dict(self.counters)))
 
     def _published(self, sender: str, published: c.Published, now_s: float) -> None:

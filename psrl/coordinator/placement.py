@@ -28,7 +28,9 @@ class Placement:
         self.agents: dict[str, AgentView] = {}
         self.groups: dict[int, OpenGroup] = {}
 
-    def open(self, group: int, position: Position, version: int, agent: str = "", on: Mapping[str, int] | None = None) -> None:
+    def open(
+        self, group: int, position: Position, version: int, agent: str = "", on: Mapping[str, int] | None = None
+    ) -> None:
         """A new group, its samples at `on`."""
         self.groups[group] = OpenGroup(position, version, "")
         if agent:

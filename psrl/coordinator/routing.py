@@ -65,7 +65,13 @@ def make_router(method: str, seed: int) -> Router:
 
 
 def eligible(
-    instances: Iterable[InstanceView], *, incarnation: int, num_samples: int, min_version: int, limit: int, reject_on_waiting: bool
+    instances: Iterable[InstanceView],
+    *,
+    incarnation: int,
+    num_samples: int,
+    min_version: int,
+    limit: int,
+    reject_on_waiting: bool,
 ) -> list[InstanceView]:
     """Instances that may take `num_samples` more samples of a group whose version is `min_version`."""
     return [

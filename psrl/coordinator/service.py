@@ -45,7 +45,8 @@ class Service:
         config = role.config
         self.core_config = config
         self.ledger = Ledger.open(role.run_dir.ledger)
-        staleness, prompts = replay_state(config, len(PreparedReader(role.run_dir.data / "prompts.bin")), self.ledger)
+        data = PreparedReader(role.run_dir.data / "prompts.bin")
+        staleness, prompts = replay_state(config, len(data), self.ledger)
         limits = config.psrl.fault_tolerance
         self.epoch = self.ledger.epoch + 1  # 0 means "no epoch yet" on the wire
         self.core = Coordinator(
@@ -56,6 +57,7 @@ class Service:
             self.epoch,
             time.monotonic(),
         )
+        self.core.counters["skipped_prompts"] = data.stats.skipped
         self.server = Server(
             load_keys(role.run_dir),
             role.address,
@@ -144,7 +146,12 @@ class Service:
         assert verdict is not None  # the loop above ended because of it
         self.core.records.append(End(verdict.status, verdict.cause))
         self._commit()
-        outcome = Outcome(status=verdict.status, cause=verdict.cause, version=self.core.staleness.version, counters=dict(self.core.counters))
+        outcome = Outcome(
+            status=verdict.status,
+            cause=verdict.cause,
+            version=self.core.staleness.version,
+            counters=dict(self.core.counters),
+        )
         publish_outcome(self.role.run_dir, outcome)
         log.info("the run is over: %s %s", verdict.status, verdict.cause)
         until = time.monotonic() + FAREWELL_S
@@ -175,7 +182,8 @@ def settings(config: Config) -> Settings:
         samples_per_group=p.rollout_n,
         partial_rollout=p.rollout_coordination.partial_rollout.enable,
         max_concurrent=p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance,
-        reject_on_waiting=p.rollout_coordination.routing_strategy.admission_reject_on_waiting and p.status_collection.enable,
+        reject_on_waiting=p.rollout_coordination.routing_strategy.admission_reject_on_waiting
+        and p.status_collection.enable,
         max_group_retries=p.max_group_retries,
         drop_last=config.data.drop_last,
         num_instances=p.deployment.n_rollout_instances,
@@ -187,7 +195,9 @@ def settings(config: Config) -> Settings:
 
 def total_steps(config: Config, num_prompts: int) -> int | None:
     """Training steps of this run: what is asked for, or what the data gives."""
-    in_data = steps_in_data(num_prompts, config.trainer.total_epochs, config.psrl.staleness_buffer_entries, config.data.drop_last)
+    in_data = steps_in_data(
+        num_prompts, config.trainer.total_epochs, config.psrl.staleness_buffer_entries, config.data.drop_last
+    )
     wanted = config.trainer.total_training_steps
     return min((s for s in (in_data, wanted) if s is not None), default=None)
 
@@ -200,7 +210,12 @@ def replay_state(config: Config, num_prompts: int, ledger: Ledger) -> tuple[Stal
         total_steps=total_steps(config, num_prompts),
         keep_checkpoints=config.trainer.keep_last,
     )
-    prompts = PromptSource(num_prompts=num_prompts, seed=config.data.seed, shuffle=config.data.shuffle, total_epochs=config.trainer.total_epochs)
+    prompts = PromptSource(
+        num_prompts=num_prompts,
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+        total_epochs=config.trainer.total_epochs,
+    )
     for record in ledger.history():
         staleness.apply(record)
         prompts.apply(record)

@@ -69,7 +69,9 @@ class AgentLoop:
             stop_token_ids=tuple(model.eos_token_ids),
             ignore_eos=gen.ignore_eos,
         )
-        self.link = AsyncCoordinatorLink(role.run_dir, "agent_loop", role.name, self._state, config.psrl.fault_tolerance)
+        self.link = AsyncCoordinatorLink(
+            role.run_dir, "agent_loop", role.name, self._state, config.psrl.fault_tolerance
+        )
         self.pool = ScoringPool.from_config(config)
         self.writer = SegmentWriter(role.run_dir.samples, role.name)
         self.segment_version = -1
@@ -107,7 +109,12 @@ class AgentLoop:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self.over is not None and not self.over.done():
+        if (
+            not task.cancelled()
+            and (error := task.exception()) is not None
+            and self.over is not None
+            and not self.over.done()
+        ):
             self.over.set_exception(error)
 
     # ---- coordinator -----------------------------------------------------------------------------------------
@@ -137,7 +144,9 @@ class AgentLoop:
     def _take(self, assignment: c.Assignment) -> None:
         prompt = self.prompts[assignment.prompt]
         ids = np.frombuffer(prompt.prompt_ids, dtype="<i4").tolist()
-        work = GroupWork(assignment, ids, self.sampling, self.role.config.data.max_response_length, self.role.config.seed)
+        work = GroupWork(
+            assignment, ids, self.sampling, self.role.config.data.max_response_length, self.role.config.seed
+        )
         self.held[assignment.group] = Held(work)
         self._request(work, assignment.instance, range(assignment.n))
 
@@ -162,7 +171,9 @@ class AgentLoop:
 
     def _ask_again(self) -> None:
         """After a (re)connection: what was asked may be lost. Hello said where samples are; the rest looks for a place."""
-        looking = [(group, sample) for group, held in self.held.items() if held.done is None for sample in held.work.looking()]
+        looking = [
+            (group, sample) for group, held in self.held.items() if held.done is None for sample in held.work.looking()
+        ]
         if looking:
             self.link.send(c.RouteRequest(samples=looking))
 
@@ -206,7 +217,9 @@ class AgentLoop:
         while client.client.broken is None and client.client.server_silent_s() <= longest_silence_s:
             for message in await client.recv(1.0):
                 self._chunks(info.name, message)
-        log.info("connection to %s: %s", info.name, client.client.broken or client.client.trouble or "it does not answer")
+        log.info(
+            "connection to %s: %s", info.name, client.client.broken or client.client.trouble or "it does not answer"
+        )
         self._lose(info.name)
         self._connect(info)
 
@@ -227,7 +240,13 @@ class AgentLoop:
                 routes += [(group, sample) for sample in lost]
                 tokens += sum(len(held.work.samples[sample].token_ids) for sample in lost)
         if routes:
-            log.warning("%d samples of %d groups were at %s: they go on elsewhere with their %d tokens", len(routes), len(moves), name, tokens)
+            log.warning(
+                "%d samples of %d groups were at %s: they go on elsewhere with their %d tokens",
+                len(routes),
+                len(moves),
+                name,
+                tokens,
+            )
             self.link.send(c.SampleMoves(left=moves))
             self.link.send(c.RouteRequest(samples=routes))
 
@@ -257,7 +276,12 @@ class AgentLoop:
         prompt = self.prompts[work.assignment.prompt]
         texts = [self.tokenizer.decode(s.token_ids) for s in work.samples]
         answers = [
-            Answer(solution_str=text, data_source=prompt.data_source, ground_truth=prompt.ground_truth, extra_info=prompt.extra_info)
+            Answer(
+                solution_str=text,
+                data_source=prompt.data_source,
+                ground_truth=prompt.ground_truth,
+                extra_info=prompt.extra_info,
+            )
             for text in texts
         ]
         try:
@@ -270,7 +294,9 @@ class AgentLoop:
         if failures:
             self._failed(work, failures[0].kind, failures[0].error or "", retry=True)
         elif valid < 2:
-            self._failed(work, "invalid_rewards", f"{valid} of {len(results)} samples have a reward and a response", retry=False)
+            self._failed(
+                work, "invalid_rewards", f"{valid} of {len(results)} samples have a reward and a response", retry=False
+            )
         else:
             self.to_seal.put_nowait((work, results))
 

@@ -22,13 +22,16 @@ class Scored(Protocol):
 class GroupWork:
     """The samples of one assignment from first token to sealed group."""
 
-    def __init__(self, assignment: Assignment, prompt_ids: Sequence[int], sampling: SamplingParams, max_response: int, seed: int) -> None:
+    def __init__(
+        self, assignment: Assignment, prompt_ids: Sequence[int], sampling: SamplingParams, max_response: int, seed: int
+    ) -> None:
         self.assignment = assignment
         self.prompt_ids = tuple(prompt_ids)
         self.sampling = sampling
         self.incarnation = assignment.incarnation
         self.samples = [
-            PartialSample(sample=i, seed=sample_seed(seed, assignment, i), max_response=max_response) for i in range(assignment.n)
+            PartialSample(sample=i, seed=sample_seed(seed, assignment, i), max_response=max_response)
+            for i in range(assignment.n)
         ]
         self.unfinished = len(self.samples)
 

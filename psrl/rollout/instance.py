@@ -25,9 +25,9 @@ from psrl.rollout.engines.torch_engine import TorchEngine
 from psrl.rundir.keys import load_keys
 from psrl.tasks.prepare import context_length
 from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
-from psrl.weights.channel.select import make_puller
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
+from psrl.weights.channel.select import make_puller
 
 log = logging.getLogger("psrl.instance")
 
@@ -119,10 +119,19 @@ class Instance:
                 self._keep(self.engine.abort(message.groups))
             elif message.incarnation != self.incarnation or message.min_version > self.engine.version:
                 for sample in message.samples:
-                    refused = TokenChunk(group=message.group, sample=sample.sample, token_ids=[], logprobs=[], spans=[], finish=FINISH_REFUSED)
+                    refused = TokenChunk(
+                        group=message.group,
+                        sample=sample.sample,
+                        token_ids=[],
+                        logprobs=[],
+                        spans=[],
+                        finish=FINISH_REFUSED,
+                    )
                     self.pending[peer].append(refused)
             else:
-                if self.owner.get(message.group, peer) != peer:  # on an earlier connection, whose loss is not noticed yet
+                if (
+                    self.owner.get(message.group, peer) != peer
+                ):  # on an earlier connection, whose loss is not noticed yet
                     self.engine.abort([message.group])
                     self.outstanding.pop(message.group)
                 self.owner[message.group] = peer
@@ -148,9 +157,20 @@ class Instance:
             self._pull_failed(outcome)
         elif outcome is not None:
             end = time.monotonic()
-            self.timeline.add(PULL, end - outcome.pull_s, end, version=outcome.version, nbytes=outcome.nbytes, transport=outcome.transport)
+            self.timeline.add(
+                PULL,
+                end - outcome.pull_s,
+                end,
+                version=outcome.version,
+                nbytes=outcome.nbytes,
+                transport=outcome.transport,
+            )
             self.staged = outcome
-        if self.staged is not None and self.order is not None and (self.order.abort_running or not self.engine.has_work()):
+        if (
+            self.staged is not None
+            and self.order is not None
+            and (self.order.abort_running or not self.engine.has_work())
+        ):
             self._switch(self.staged, self.order)
 
     def _switch(self, staged: StagedWeights, order: c.Pull) -> None:
@@ -161,7 +181,11 @@ class Instance:
         self.incarnation, self.order, self.staged = staged.incarnation, None, None
         self.timeline.add(SWITCH, begun, end, version=staged.version)
         done = c.PullDone(
-            version=staged.version, incarnation=staged.incarnation, pull_s=staged.pull_s, pause_s=end - begun, nbytes=staged.nbytes
+            version=staged.version,
+            incarnation=staged.incarnation,
+            pull_s=staged.pull_s,
+            pause_s=end - begun,
+            nbytes=staged.nbytes,
         )
         self.link.send(done)
         self._stream(now=True)
@@ -201,7 +225,9 @@ class Instance:
             return
         stats = self.engine.stats()
         gauges = (stats.running, stats.waiting, stats.preemptions)
-        if gauges != (self.reported.running, self.reported.waiting, self.reported.preemptions) and self.link.send(c.InstanceStatus(stats=stats)):
+        if gauges != (self.reported.running, self.reported.waiting, self.reported.preemptions) and self.link.send(
+            c.InstanceStatus(stats=stats)
+        ):
             self.reported = stats
             self.next_status = clock + self.role.config.psrl.status_collection.engine_sync_interval_in_ms / 1000
 

@@ -38,12 +38,16 @@ class PartialSample:
             return None
         self.instance = instance
         self.request_start = len(self.token_ids)
-        return SampleRequest(sample=self.sample, max_new_tokens=remaining, seed=self.seed, prefix_ids=tuple(self.token_ids))
+        return SampleRequest(
+            sample=self.sample, max_new_tokens=remaining, seed=self.seed, prefix_ids=tuple(self.token_ids)
+        )
 
     def add(self, chunk: TokenChunk) -> bool:
         """Take a chunk in; True when the sample is finished or must be routed again (see `finish` and `instance`)."""
         if len(chunk.token_ids) != len(chunk.logprobs):
-            raise ValueError(f"chunk of group {chunk.group} sample {chunk.sample}: {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs")
+            raise ValueError(
+                f"chunk of group {chunk.group} sample {chunk.sample}: {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs"
+            )
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         for span in chunk.spans:

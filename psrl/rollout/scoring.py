@@ -246,7 +246,7 @@ def scoring_spec(config: Config) -> ScoringSpec:
 
 def check_scoring(config: Config) -> None:
     """Start one scoring process and end it: whether reward function and task can be built, found out before the run
-    starts and in a process of its own, so that the caller imports no user code. Raises ConfigError with one sentence."""
+    starts, in a process of its own, so that the caller imports no user code. Raises ConfigError with one sentence."""
 
     async def start_and_stop() -> None:
         async with ScoringPool(scoring_spec(config), 1, config.reward.timeout_s):

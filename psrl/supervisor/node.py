@@ -41,13 +41,30 @@ def trainer_children(config: Config, run_dir: RunDir) -> list[ChildSpec]:
     deployment, faults = config.psrl.deployment, config.psrl.fault_tolerance
     cores = _cores(deployment.train_cores)
     ranks = deployment.train_nnodes * deployment.train_ngpus_per_node
-    children = [_child("coordinator", "coordinator", "psrl.coordinator.service", run_dir, cores=cores, max_restarts=faults.coordinator_max_restarts, critical=True)]
+    children = [
+        _child(
+            "coordinator",
+            "coordinator",
+            "psrl.coordinator.service",
+            run_dir,
+            cores=cores,
+            max_restarts=faults.coordinator_max_restarts,
+            critical=True,
+        )
+    ]
     for rank in range(ranks):
         env = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(deployment.train_cpu_threads)}
-        children.append(_child("trainer", f"trainer-{rank}", "psrl.trainer.main", run_dir, env=env, cores=cores, critical=True))
+        children.append(
+            _child("trainer", f"trainer-{rank}", "psrl.trainer.main", run_dir, env=env, cores=cores, critical=True)
+        )
     if "wandb" in config.trainer.logger:
         children.append(
-            ChildSpec(role="logger", name="wandb", argv=(sys.executable, "-m", "psrl.telemetry.wandb_logger", str(run_dir.path)), cores=cores)
+            ChildSpec(
+                role="logger",
+                name="wandb",
+                argv=(sys.executable, "-m", "psrl.telemetry.wandb_logger", str(run_dir.path)),
+                cores=cores,
+            )
         )
     return children
 
@@ -58,11 +75,26 @@ def rollout_children(config: Config, run_dir: RunDir) -> list[ChildSpec]:
     cores = _cores(deployment.rollout_cores)
     env = {"OMP_NUM_THREADS": str(deployment.rollout_cpu_threads)}
     instances = [
-        _child("instance", f"instance-{i}", "psrl.rollout.instance", run_dir, env=env, cores=cores, max_restarts=faults.max_restarts)
+        _child(
+            "instance",
+            f"instance-{i}",
+            "psrl.rollout.instance",
+            run_dir,
+            env=env,
+            cores=cores,
+            max_restarts=faults.max_restarts,
+        )
         for i in range(deployment.n_rollout_instances)
     ]
     loops = [
-        _child("agent_loop", f"agent-loop-{i}", "psrl.rollout.agent_worker", run_dir, cores=cores, max_restarts=faults.agent_loop_max_restarts)
+        _child(
+            "agent_loop",
+            f"agent-loop-{i}",
+            "psrl.rollout.agent_worker",
+            run_dir,
+            cores=cores,
+            max_restarts=faults.agent_loop_max_restarts,
+        )
         for i in range(deployment.n_agent_loops)
     ]
     return instances + loops
@@ -82,7 +114,9 @@ class NodeSupervisor:
     def __init__(self, run_dir: RunDir, name: str, group: str) -> None:
         self.run_dir, self.name, self.group = run_dir, name, group
         self.config = load_config(run_dir)
-        self.specs = trainer_children(self.config, run_dir) if group == "trainer" else rollout_children(self.config, run_dir)
+        self.specs = (
+            trainer_children(self.config, run_dir) if group == "trainer" else rollout_children(self.config, run_dir)
+        )
         self.children = Children(run_dir.logs, role_environment(run_dir))
         self.incidents = IncidentLog(run_dir.logs, name)
         self.link = CoordinatorLink(run_dir, "supervisor", name, self._state, self.config.psrl.fault_tolerance)
@@ -131,7 +165,9 @@ class NodeSupervisor:
                 self.verdict = Outcome(status=message.status, cause=message.cause)
                 self.leave_grace_s = LEAVE_GRACE_S
         if self.signal_seen and not self.drain_sent:
-            drain = c.Drain(reason=f"{self.signal_seen} at {self.name}", grace_s=self.config.psrl.fault_tolerance.drain_grace_s)
+            drain = c.Drain(
+                reason=f"{self.signal_seen} at {self.name}", grace_s=self.config.psrl.fault_tolerance.drain_grace_s
+            )
             self.unsent.append(drain)
             self.drain_sent = True
             self.give_up_at = time.monotonic() + self.config.psrl.fault_tolerance.drain_grace_s
@@ -145,7 +181,9 @@ class NodeSupervisor:
         self.incidents.write(role=event.role, name=event.name, cause=event.cause, restarting=event.restarting)
         if event.role == "logger":
             return
-        down = c.ChildDown(role=event.role, name=event.name, cause=event.cause, restarting=event.restarting, pid=event.pid)
+        down = c.ChildDown(
+            role=event.role, name=event.name, cause=event.cause, restarting=event.restarting, pid=event.pid
+        )
         self.unsent.append(down)
         if not event.restarting:
             self.gone.append(down)

@@ -24,7 +24,7 @@ class FileTask:
         self.path, self.prompt_key, self._check_sources = path, prompt_key, check_sources
 
     def items(self) -> Iterator[TaskItem]:
-        """Raises ConfigError naming file and row for what cannot be read. Only this touches the file, scoring does not."""
+        """Raises ConfigError naming file and row for what cannot be read. Scoring never touches the file."""
         if not self.path.is_file():
             raise ConfigError(
                 f"data.train_files={self.path} does not exist or is not a file: give a .parquet or .jsonl file."

@@ -91,8 +91,8 @@ def _fits(length: int, item: int, config: Config, stats: PreparedStats) -> bool:
             else f"data.max_prompt_length={config.data.max_prompt_length}"
         )
         raise ConfigError(
-            f"The prompt of item {item} has {length} tokens but {limit}: raise the limit, or leave such prompts out with "
-            "data.truncation=skip."
+            f"The prompt of item {item} has {length} tokens but {limit}: raise the limit, or leave such prompts "
+            "out with data.truncation=skip."
         )
     if no_room:
         stats.skipped_no_room += 1

@@ -1,4 +1,4 @@
-"""reasoning-gym's procedural datasets, each with its own verifier. The package is imported when a task is built (2 s)."""
+"""reasoning-gym's procedural datasets, each with its own verifier. The first task imports the package (2 s)."""
 
 from __future__ import annotations
 

@@ -139,7 +139,9 @@ class _Row:
         log_probs = np.frombuffer(b"".join(s.logprobs for s in samples), dtype="<f4")
         if not np.isfinite(log_probs[mask]).all():
             bad = numbers[int(np.repeat(np.arange(len(sizes)), sizes)[mask & ~np.isfinite(log_probs)][0])]
-            raise ValueError(f"sample {bad} of group {group.group} has a log-prob that is not finite: its engine is at fault")
+            raise ValueError(
+                f"sample {bad} of group {group.group} has a log-prob that is not finite: its engine is at fault"
+            )
         zeros = np.zeros(p, np.float32)
         return cls(
             row=row,

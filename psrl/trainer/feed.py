@@ -125,7 +125,11 @@ def broadcast_order(order: Order | None, rank: int, world_size: int) -> Order | 
     dist.broadcast(size, 0)
     if not int(size):
         return None
-    body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+    body = (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if rank == 0
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     dist.broadcast(body, 0)
     received = order if rank == 0 else _decode(body.numpy().tobytes())
     return received  # type: ignore[return-value]

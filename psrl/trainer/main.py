@@ -107,7 +107,9 @@ class Trainer:
             groups = [result.groups.get(i) or self._read(taken) for i, taken in enumerate(buffer.groups)]
             lags = [buffer.buffer - taken.version for taken in buffer.groups]
             self.timings["step"] = time.monotonic() - begun
-            extra = result.metrics | {f"rollout/{name}": count for name, count in buffer.counters.items() if "/prompt_" not in name}
+            extra = result.metrics | {
+                f"rollout/{name}": count for name, count in buffer.counters.items() if "/prompt_" not in name
+            }
             self.metrics.write(step_metrics(groups, lags, self.timings, step=self.version, extra=extra))
         self.timings = {}
         if due:  # last: a complete checkpoint promises that the rows of all its steps are there

@@ -25,8 +25,12 @@ def init_process_group(role: Role, rank: int, world_size: int) -> None:
     name = f"trainer-store-{role.attempt}"
     timeout_s = role.config.psrl.fault_tolerance.startup_timeout_s
     if rank == 0:
-        store = dist.TCPStore(role.address, 0, world_size, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
-        publish_endpoint(role.run_dir, name, 0, Endpoint(address=f"{role.address}:{store.port}", node=role.node, pid=os.getpid()))
+        store = dist.TCPStore(
+            role.address, 0, world_size, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT
+        )
+        publish_endpoint(
+            role.run_dir, name, 0, Endpoint(address=f"{role.address}:{store.port}", node=role.node, pid=os.getpid())
+        )
     else:
         host, _, port = _wait_for(role, name, timeout_s).address.rpartition(":")
         store = dist.TCPStore(host, int(port), world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
@@ -37,6 +41,8 @@ def _wait_for(role: Role, name: str, timeout_s: float) -> Endpoint:
     deadline = time.monotonic() + timeout_s
     while (found := latest_endpoint(role.run_dir, name)) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"trainer rank 0 published no store within psrl.fault_tolerance.startup_timeout_s={timeout_s:g} s")
+            raise TimeoutError(
+                f"trainer rank 0 published no store within psrl.fault_tolerance.startup_timeout_s={timeout_s:g} s"
+            )
         time.sleep(_LOOK_S)
     return found[1]

@@ -46,11 +46,16 @@ def train_step(
     minis = mini_batches(len(taken), settings.ppo_mini_batch_size)
     rows = [_rows(actor, settings, taken, index, _only(samples.lengths, index, mini)) for mini in minis]
     plans = [
-        plan_micro_batches([row.length for row in mini], actor.world_size, settings.ppo_max_token_len_per_gpu) for mini in rows
+        plan_micro_batches([row.length for row in mini], actor.world_size, settings.ppo_max_token_len_per_gpu)
+        for mini in rows
     ]
-    mine = [[[mini[i] for i in batch] for batch in plan.ranks[actor.rank]] for mini, plan in zip(rows, plans, strict=True)]
+    mine = [
+        [[mini[i] for i in batch] for batch in plan.ranks[actor.rank]] for mini, plan in zip(rows, plans, strict=True)
+    ]
     groups = {i: read(taken[i]) for step in mine for i in groups_needed(step, index)}
-    advantages = {i: group_advantages(g, tokens[i], config.algorithm.norm_adv_by_std_in_grpo) for i, g in groups.items()}
+    advantages = {
+        i: group_advantages(g, tokens[i], config.algorithm.norm_adv_by_std_in_grpo) for i, g in groups.items()
+    }
     steps = [build_micro_batches(step, index, groups, advantages) for step in mine]
 
     # With a single optimizer step the old log-probs are the update's own, so no forward pass is spent on them.

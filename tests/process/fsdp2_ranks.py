@@ -87,7 +87,9 @@ def make_batches(groups: list[Group], rank: int, world_size: int, cap: int, shar
     lengths = trainable_samples(tokens).lengths
     rows = separate_rows(lengths)
     if shared:
-        rows = shared_rows(lengths, index.group, [len(g.prompt_ids) // 4 for g in groups], hidden_size=64, max_tokens=cap)
+        rows = shared_rows(
+            lengths, index.group, [len(g.prompt_ids) // 4 for g in groups], hidden_size=64, max_tokens=cap
+        )
     plan = plan_micro_batches([row.length for row in rows], world_size, cap, micro_batch_cost=10**6)
     mine = [[rows[i] for i in batch] for batch in plan.ranks[rank]]
     needed = groups_needed(mine, index)

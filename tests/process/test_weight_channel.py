@@ -151,7 +151,7 @@ def test_a_version_can_be_pulled_only_when_every_rank_has_it_whole(world: World,
     publish([first, second], 0)
     publish([first], 1)
     puller = make_puller(channel, world.run_dir, specs(1))
-    with pytest.raises(PullError, match="rank 1|r1.json") as caught:
+    with pytest.raises(PullError, match=r"rank 1|r1\.json") as caught:
         puller.pull(1, 0, soon(2.0))
     assert caught.value.retryable
     publish([second], 1)
@@ -165,7 +165,7 @@ def test_a_version_that_is_not_kept_any_more_is_refused(world: World, channel: s
     for version in range(3):
         publish(publishers, version)
     puller = make_puller(channel, world.run_dir, specs(1))
-    with pytest.raises(PullError, match="not held|not kept"):
+    with pytest.raises(PullError, match=r"not held|not kept"):
         puller.pull(0, 0, soon())
     for version in (1, 2):
         assert differing(puller.pull(version, 0, soon()), 1, version) == []

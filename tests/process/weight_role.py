@@ -1,6 +1,6 @@
 """A publisher or a reader of weights as a process of its own; commands come as JSON lines, each is answered by one.
 
-`python weight_role.py publisher CHANNEL RUN_DIR RANK NUM_RANKS MIB` | `python weight_role.py reader CHANNEL RUN_DIR MIB`
+`python weight_role.py publisher CHANNEL RUN_DIR RANK NUM_RANKS MIB` or `... reader CHANNEL RUN_DIR MIB`
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def specs(mib: int) -> Specs:
-    """Odd shapes on purpose: rows that no rank count divides, fewer rows than ranks, no dimension, an integer tensor."""
+    """Odd shapes on purpose: rows that no rank count divides, fewer rows than ranks, no dimension, an integer."""
     shapes: dict[str, tuple[int, ...]] = {
-        "embed.weight": (mib * 2048, 256), "norm.weight": (37,), "scale": (), "gate.weight": (1, 33), "q.weight": (101, 7, 3),
+        "embed.weight": (mib * 2048, 256), "norm.weight": (37,), "scale": (), "gate.weight": (1, 33),
+        "q.weight": (101, 7, 3),
     }  # fmt: skip
     return {name: (shape, torch.bfloat16) for name, shape in shapes.items()} | {"steps": ((5,), torch.int64)}
 

@@ -61,7 +61,9 @@ def test_bad_input_is_one_sentence(overrides: list[str], words: list[str]) -> No
 
 def test_the_presets_are_accepted() -> None:
     assert check(composed()) == []
-    cluster = OmegaConf.to_object(compose_config(["data.train_files=/data/x.parquet", "psrl.rollout_n=8", "trainer.total_epochs=1"]))
+    cluster = OmegaConf.to_object(
+        compose_config(["data.train_files=/data/x.parquet", "psrl.rollout_n=8", "trainer.total_epochs=1"])
+    )
     assert check(cluster) == []  # type: ignore[arg-type]
 
 
@@ -140,7 +142,9 @@ def test_help_names_every_key_and_its_meaning() -> None:
         assert entry.type_name in text
 
 
-@pytest.mark.parametrize("key", ["trainer.total_training_steps", "psrl.deployment.n_rollout_instances", "trainer.logger", "note"])
+@pytest.mark.parametrize(
+    "key", ["trainer.total_training_steps", "psrl.deployment.n_rollout_instances", "trainer.logger", "note"]
+)
 def test_a_resume_may_change_length_deployment_and_logging(key: str) -> None:
     check_resume({key: 1, "psrl.staleness": 1}, {key: 2, "psrl.staleness": 1})
 

@@ -34,7 +34,9 @@ SETTINGS = Settings(
 class Run:
     """A coordinator and the other roles' words; `said` are the messages since the last look."""
 
-    def __init__(self, *, buffer_entries: int = 2, staleness: int = 1, steps: int = 4, prompts: int = 100, **changes) -> None:
+    def __init__(
+        self, *, buffer_entries: int = 2, staleness: int = 1, steps: int = 4, prompts: int = 100, **changes
+    ) -> None:
         self.now = 0.0
         self.records: list = []
         state = Staleness(buffer_entries=buffer_entries, staleness=staleness, total_steps=steps)
@@ -57,12 +59,22 @@ class Run:
     def hello(self, role: str, name: str, state=None) -> list[tuple[str, c.Message]]:
         return self.tell(name, c.Hello(role=role, name=name, node="n", pid=1, sent_s=self.now, state=state))
 
-    def instance(self, name: str, version: int = -1, incarnation: int = 0, endpoint: str = "") -> list[tuple[str, c.Message]]:
-        state = c.InstanceState(endpoint=endpoint or f"tcp://{name}", version=version, incarnation=incarnation, max_concurrent=64)
+    def instance(
+        self, name: str, version: int = -1, incarnation: int = 0, endpoint: str = ""
+    ) -> list[tuple[str, c.Message]]:
+        state = c.InstanceState(
+            endpoint=endpoint or f"tcp://{name}", version=version, incarnation=incarnation, max_concurrent=64
+        )
         return self.hello("instance", name, state)
 
-    def trainer(self, published: int = 0, resumed_from: int = 0, nonce: str = "a", wants: int = -1) -> list[tuple[str, c.Message]]:
-        return self.hello("trainer", "trainer-0", c.TrainerState(published=published, resumed_from=resumed_from, start_nonce=nonce, wants=wants))
+    def trainer(
+        self, published: int = 0, resumed_from: int = 0, nonce: str = "a", wants: int = -1
+    ) -> list[tuple[str, c.Message]]:
+        return self.hello(
+            "trainer",
+            "trainer-0",
+            c.TrainerState(published=published, resumed_from=resumed_from, start_nonce=nonce, wants=wants),
+        )
 
     def pulled(self, name: str, version: int, incarnation: int = 0) -> list[tuple[str, c.Message]]:
         return self.tell(name, c.PullDone(version=version, incarnation=incarnation, pull_s=0.1, pause_s=0.01, nbytes=1))
@@ -132,7 +144,9 @@ def test_a_buffer_ships_in_order_of_occupation_as_soon_as_it_is_full() -> None:
 def test_a_dead_instance_hands_its_samples_to_others() -> None:
     run, groups = started()
     at_0 = [g.group for g in groups if g.instance == "instance-0"]
-    run.tell("supervisor", c.ChildDown(role="instance", name="instance-0", cause="signal SIGKILL", restarting=False, pid=1))
+    run.tell(
+        "supervisor", c.ChildDown(role="instance", name="instance-0", cause="signal SIGKILL", restarting=False, pid=1)
+    )
     said = run.tell("agent-loop-0", c.RouteRequest(samples=[(at_0[0], s) for s in range(4)]))
     (routed,) = of(said, c.Routed)
     assert {instance for _, _, instance in routed.samples} == {"instance-1"}
@@ -142,7 +156,9 @@ def test_a_dead_instance_hands_its_samples_to_others() -> None:
 def test_the_last_instance_ends_the_run_with_its_cause() -> None:
     run, _ = started()
     for name in ("instance-0", "instance-1"):
-        said = run.tell("supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=False, pid=1))
+        said = run.tell(
+            "supervisor", c.ChildDown(role="instance", name=name, cause="signal SIGKILL", restarting=False, pid=1)
+        )
     (verdict, *_) = of(said, c.Shutdown)
     assert verdict.status == "failed" and "instance-1" in verdict.cause and "SIGKILL" in verdict.cause
 
@@ -160,7 +176,9 @@ def test_an_instance_that_restarts_is_waited_for() -> None:
 
 def test_a_trainer_that_dies_ends_the_run() -> None:
     run, _ = started()
-    said = run.tell("supervisor", c.ChildDown(role="trainer", name="trainer-0", cause="signal SIGKILL", restarting=False, pid=1))
+    said = run.tell(
+        "supervisor", c.ChildDown(role="trainer", name="trainer-0", cause="signal SIGKILL", restarting=False, pid=1)
+    )
     assert of(said, c.Shutdown)[0].cause == "trainer-0 ended by signal SIGKILL"
 
 
@@ -172,7 +190,11 @@ def test_continuations_go_only_to_instances_new_enough() -> None:
     run.tell("trainer-0", c.Published(version=1, incarnation=0))
     new = assigned(run.pulled("instance-1", 1))
     assert new and all(g.version == 1 and g.instance == "instance-1" for g in new)
-    said = run.tell("agent-loop-0", c.SampleMoves(left=[(new[0].group, "instance-1", 4)]), c.RouteRequest(samples=[(new[0].group, 0)]))
+    said = run.tell(
+        "agent-loop-0",
+        c.SampleMoves(left=[(new[0].group, "instance-1", 4)]),
+        c.RouteRequest(samples=[(new[0].group, 0)]),
+    )
     assert [i for m in of(said, c.Routed) for _, _, i in m.samples] == ["instance-1"]
 
 
@@ -225,7 +247,10 @@ def test_a_failed_group_is_tried_again_then_replaced(reason: str, retry: bool, a
 
 def test_a_lost_agent_loop_returns_its_prompts_once() -> None:
     run, groups = started()
-    run.tell("supervisor", c.ChildDown(role="agent_loop", name="agent-loop-0", cause="signal SIGKILL", restarting=True, pid=1))
+    run.tell(
+        "supervisor",
+        c.ChildDown(role="agent_loop", name="agent-loop-0", cause="signal SIGKILL", restarting=True, pid=1),
+    )
     again = assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
     assert [g.prompt for g in again] == [g.prompt for g in groups]
     assert {g.attempt for g in again} == {0}
@@ -238,7 +263,9 @@ def test_a_coordinator_restart_keeps_what_the_agent_loop_holds() -> None:
     for record in run.records:
         again.core.staleness.apply(record)
         again.core.prompts.apply(record)
-    again.core = Coordinator(SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0)
+    again.core = Coordinator(
+        SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0
+    )
     again.instance("instance-0", version=0)
     again.instance("instance-1", version=0)
     again.trainer(published=0, wants=0)
@@ -256,7 +283,9 @@ def test_reservations_that_nobody_claims_return_to_the_queue() -> None:
     for record in run.records:
         again.core.staleness.apply(record)
         again.core.prompts.apply(record)
-    again.core = Coordinator(SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0)
+    again.core = Coordinator(
+        SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0
+    )
     again.instance("instance-0", version=0)
     again.trainer()
     assert assigned(again.hello("agent_loop", "agent-loop-0", c.AgentState())) == []
@@ -334,7 +363,9 @@ def test_filtering_refills_the_batch() -> None:
         number += 1
         group = queue.pop(0)
         if number in (1, 3, 5):
-            said = run.tell("agent-loop-0", c.GroupFailed(group=group, reason="filtered", detail="equal rewards", retry=False))
+            said = run.tell(
+                "agent-loop-0", c.GroupFailed(group=group, reason="filtered", detail="equal rewards", retry=False)
+            )
         else:
             kept.append(group)
             said = run.finish(group)

@@ -14,8 +14,8 @@ from psrl.trainer.batch import (
     groups_needed,
     index_samples,
 )
-from psrl.trainer.rows import Row, shared_rows
 from psrl.trainer.micro_batches import TOKEN_LIMIT_KEY, mini_batches, plan_micro_batches, trainable_samples
+from psrl.trainer.rows import Row, shared_rows
 
 pytestmark = pytest.mark.unit
 

@@ -14,11 +14,19 @@ EOS = 9
 def test_an_aborted_sample_is_continued_and_keeps_both_parts() -> None:
     sample = PartialSample(sample=0, seed=1, max_response=8)
     sample.next_request("r0")
-    ended = sample.add(TokenChunk(group=1, sample=0, token_ids=[5, 6], logprobs=[-0.5, -0.6], spans=[VersionSpan(0, 2, 1)], finish="abort"))
+    ended = sample.add(
+        TokenChunk(
+            group=1, sample=0, token_ids=[5, 6], logprobs=[-0.5, -0.6], spans=[VersionSpan(0, 2, 1)], finish="abort"
+        )
+    )
     assert ended and sample.finish == "" and sample.instance == ""
     request = sample.next_request("r1")
     assert request is not None and request.prefix_ids == (5, 6) and request.max_new_tokens == 6
-    sample.add(TokenChunk(group=1, sample=0, token_ids=[7, EOS], logprobs=[-0.7, -0.9], spans=[VersionSpan(0, 2, 2)], finish="stop"))
+    sample.add(
+        TokenChunk(
+            group=1, sample=0, token_ids=[7, EOS], logprobs=[-0.7, -0.9], spans=[VersionSpan(0, 2, 2)], finish="stop"
+        )
+    )
     assert sample.token_ids == [5, 6, 7, EOS]
     assert sample.logprobs == [-0.5, -0.6, -0.7, -0.9]
     assert sample.spans == [VersionSpan(0, 2, 1), VersionSpan(2, 4, 2)]

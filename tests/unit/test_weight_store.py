@@ -1,4 +1,4 @@
-"""The slot table against a model of itself: the newest whole version can always be read, a writer never meets a reader."""
+"""The slot table: the newest whole version can always be read, and a writer never meets a reader."""
 
 from __future__ import annotations
 

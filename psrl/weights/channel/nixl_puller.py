@@ -87,7 +87,7 @@ class NixlPuller:
             self._prepare(grants)
             self._read(grants, deadline_s)
             self._verify(grants, version, incarnation)
-        except TransferError as error:
+        except (TransferError, OSError) as error:
             raise PullError(f"transfer of version {version} failed: {error}") from error
         finally:
             for source in self._sources:

@@ -37,6 +37,8 @@ def choose_mode(ps_mode: str, missing: str | None) -> str:
 
 
 def _mode(role: Role) -> str:
+    if role.config.psrl.ps_mode == "filesystem":
+        return "filesystem"
     prepare_environment(role.address)
     return choose_mode(role.config.psrl.ps_mode, nixl_available())
 

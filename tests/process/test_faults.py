@@ -1,0 +1,400 @@
+"""Deaths in whole runs: real processes, real signals. One story a test; every wait has a deadline, none asserts a speed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from conftest import NewRun
+from runs import DEADLINE_S, LONG, ONE_INSTANCE, Run, of, trained
+
+from psrl.coordinator.records import DROPPED, REQUEUED, Checkpoint, Occupy, Release, Reserve, Start
+from psrl.models.tokenizer import load_tokenizer
+from psrl.protocol.samples import Group
+from psrl.rundir.endpoints import latest_endpoint
+from psrl.rundir.segments import read_sample
+from psrl.tasks.base import user_message
+from psrl.telemetry.metrics import read_metrics
+from psrl.trainer.checkpoints import newest_complete
+
+pytestmark = pytest.mark.process
+
+END_S = 60.0
+"""A run that cannot go on ends within this."""
+
+
+def busy_at(run: Run, instance: str) -> set[int]:
+    """Groups that are really in the making at `instance`: reserved there and still open a little later."""
+
+    def reserved() -> set[int]:
+        return {group for group, reserve in run.open_groups().items() if reserve.instance == instance}
+
+    def twice() -> set[int]:
+        before = reserved()
+        time.sleep(0.2)
+        return before & reserved() if run.version >= 1 else set()
+
+    return run.until(twice, f"{instance} was in mid-generation")
+
+
+def sealed_groups(run: Run) -> dict[int, Group]:
+    """Every sealed group by number, read as a trainer reads it."""
+    groups: dict[int, Group] = {}
+    for record in of(run.records(), Occupy):
+        ref = record.ref
+        groups[record.group] = msgspec.msgpack.decode(read_sample(run.dir.samples, ref.segment, ref.offset, ref.length, ref.crc), type=Group)
+    return groups
+
+
+# ---- rollout instances ---------------------------------------------------------------------------------------
+
+GATE = '''
+import pathlib, time
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    """Waits while the gate is closed: the run then waits too, and no step is used up."""
+    while (pathlib.Path(__file__).parent / "closed").exists():
+        time.sleep(0.02)
+    return float(len(solution_str) % 2)
+'''
+
+
+def test_a_killed_instance_hands_its_samples_over_and_is_restarted_as_often_as_allowed(new_run: NewRun, tmp_path: Path) -> None:
+    (tmp_path / "gate.py").write_text(GATE)
+    run = new_run({**LONG, "reward.function": "gate:reward", "reward.timeout_s": DEADLINE_S, "psrl.fault_tolerance.max_restarts": 1})
+    run.start()
+    lost = busy_at(run, "instance-0")
+    run.kill("instance-0")
+    (tmp_path / "closed").touch()
+    run.until(lambda: run.log("coordinator").count("instance instance-0 is here") == 2, "instance-0 was back")
+    known = len(run.records())
+    (tmp_path / "closed").unlink()
+    run.until(lambda: any(r.instance == "instance-0" for r in of(run.records()[known:], Reserve)), "instance-0 served again")
+    run.kill("instance-0")
+    assert run.wait() == 0
+    assert "instance instance-0 ended by signal SIGKILL; it is started again" in run.log("coordinator")
+    assert "they go on elsewhere with their" in run.log("agent-loop-0")
+    assert run.outcome.counters["deaths/instance"] == 2
+    report = run.audit()
+    assert report.status == "completed" and report.fates["trained"] == report.reserved == 6 * 4
+    assert lost <= {group.group for groups in trained(run.records()).values() for group in groups}
+    run.nothing_left()
+
+
+def test_the_last_instance_ends_the_run_even_if_the_coordinator_forgot_the_others(new_run: NewRun) -> None:
+    run = new_run({**LONG, "trainer.total_training_steps": 100})
+    run.start()
+    busy_at(run, "instance-0")
+    run.kill("instance-0")
+    run.until(lambda: "instance instance-0 ended by signal SIGKILL" in run.log("coordinator"), "the coordinator heard of it")
+    run.kill("coordinator")
+    run.until(run.steps_from_now(2), "the run went on")
+    assert len(run.processes()) > 5
+    run.kill("instance-1")
+    assert run.wait(END_S) == 1
+    run.nothing_left()
+    assert run.outcome.status == "failed"
+    assert "the last rollout instance is gone: instance-1 ended by signal SIGKILL" in run.outcome.cause
+    assert run.outcome.cause in run.output
+    run.audit()
+
+
+def test_a_hanging_instance_is_passed_over_and_ended_with_the_run(new_run: NewRun) -> None:
+    run = new_run({**LONG, "psrl.fault_tolerance.heartbeat_timeout_s": 4})
+    run.start()
+    lost = busy_at(run, "instance-0")
+    stopped = run.kill("instance-0", signal.SIGSTOP)
+    assert run.wait() == 0
+    assert "instance instance-0 is gone" in run.log("coordinator")
+    run.nothing_left()
+    assert not stopped.is_running()
+    report = run.audit()
+    assert report.fates["trained"] == report.reserved == 6 * 4
+    assert lost <= {group.group for groups in trained(run.records()).values() for group in groups}
+
+
+# ---- coordinator, agent loop, trainer ------------------------------------------------------------------------
+
+
+def test_coordinator_and_agent_loop_are_restarted_until_their_restarts_are_used_up(new_run: NewRun) -> None:
+    run = new_run({**LONG, "psrl.fault_tolerance.coordinator_max_restarts": 1, "trainer.total_training_steps": 12})
+    run.start()
+    run.until(lambda: run.version >= 1 and run.open_groups(), "groups were in flight")
+    run.kill("coordinator")
+    run.until(run.steps_from_now(2), "the run went on without its first coordinator")
+    assert len(of(run.records(), Start)) == 1, "a coordinator's restart is no new incarnation"
+
+    loop = run.until(lambda: run.find("agent-loop-0"), "there was an agent loop")
+    scorers = loop.children()
+    assert scorers and run.until(run.open_groups, "it had groups in its hands")
+    loop.kill()
+    run.until(lambda: not any(s.is_running() and s.status() != psutil.STATUS_ZOMBIE for s in scorers), "its scoring processes were gone")
+    run.until(run.steps_from_now(2), "the run went on with a new agent loop")
+    returned = [r for r in of(run.records(), Release) if r.reason == "agent_loop_lost"]
+    assert returned and {r.outcome for r in returned} == {REQUEUED}
+
+    run.kill("coordinator")
+    assert run.wait(END_S) == 1
+    assert run.outcome.cause == "coordinator ended by signal SIGKILL"
+    run.nothing_left()
+
+    assert run.launch() == 0
+    report = run.audit()
+    assert report.status == "completed" and report.fates["dropped"] == 0
+    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 12
+    assert run.steps() == list(range(1, 13))
+
+
+def test_a_killed_trainer_costs_no_prompt_and_trains_none_twice(new_run: NewRun) -> None:
+    run = new_run(
+        {
+            **LONG,
+            "data.task_params": "{size:64}",
+            "psrl.staleness": 1,
+            "psrl.staleness_buffer_entries": 8,
+            "trainer.total_training_steps": "null",
+            "trainer.total_epochs": 1,
+            "trainer.keep_samples": True,
+        }
+    )
+    run.start()
+    run.until(lambda: run.version >= 5, "version 5 was published")
+    run.kill("trainer-0")
+    assert run.wait(END_S) == 1
+    assert run.outcome.cause == "trainer-0 ended by signal SIGKILL" and run.outcome.cause in run.output
+    run.nothing_left()
+    saved, _ = newest_complete(run.dir.checkpoints)
+    assert saved is not None
+
+    assert run.launch() == 0
+    records = run.records()
+    starts = of(records, Start)
+    assert [s.incarnation for s in starts] == [0, 1]
+    assert saved.name == f"step_{starts[1].version}" and starts[1].version >= 4
+    buffers = trained(records)
+    assert sorted(group.prompt for groups in buffers.values() for group in groups) == list(range(64))
+    assert [len(groups) for groups in buffers.values()] == [8] * 8
+    assert run.steps() == list(range(1, 9))
+    assert (run.audit().max_lag or 0) <= 1
+
+    # No stale weights: every token is at least as new as its group's version, those made after the restart as its checkpoint.
+    sealed, resumed_at = sealed_groups(run), records.index(starts[1])
+    for number, buffer in ((group.group, buffer) for buffer, groups in buffers.items() for group in groups):
+        made = next(i for i, r in enumerate(records) if isinstance(r, Reserve) and r.group == number)
+        oldest = max(records[made].version, starts[1].version if made > resumed_at else 0)
+        versions = {span.version for sample in sealed[number].samples for span in sample.spans}
+        assert versions and oldest <= min(versions) and max(versions) <= buffer, (number, buffer, versions)
+
+
+# ---- the end by the user, and what holds the run together ----------------------------------------------------
+
+
+def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(new_run: NewRun) -> None:
+    run = new_run({**LONG, **ONE_INSTANCE, "trainer.save_freq": 0})
+    run.start()
+    run.until(lambda: run.version >= 1, "a step was done")
+    assert run.second_launcher() == 2
+    assert f"run_dir={run.dir.path} is in use by process {run.launcher.pid}" in run.output
+    run.interrupt()
+    assert run.wait(END_S) == 130
+    run.nothing_left()
+    done = run.version
+    assert run.outcome.status == "interrupted" and 1 <= done < 6
+    saved, _ = newest_complete(run.dir.checkpoints)
+    assert saved is not None and saved.name == f"step_{done}"
+
+    assert run.launch() == 0
+    assert run.outcome.status == "completed" and run.version == 6
+    assert [s.version for s in of(run.records(), Start)] == [0, done]
+
+    segments = sorted(run.dir.ledger.iterdir())
+    assert run.launch() == 0
+    assert f"{run.dir.path} is completed (version 6)" in run.output
+    assert run.launch({"psrl.staleness": 2}) == 2
+    assert "psrl.staleness=2 differs from the 1 that" in run.output
+    assert sorted(run.dir.ledger.iterdir()) == segments, "neither has touched the run"
+
+    assert run.launch({"trainer.total_training_steps": 8}) == 0
+    assert run.version == 8 and run.steps() == list(range(1, 9))
+    run.audit()
+
+    shutil.rmtree(run.dir.checkpoints)  # a trainer would begin at version 0, whose samples are gone
+    run.start({"trainer.total_training_steps": 10})
+    assert run.wait(DEADLINE_S) == 1
+    assert "trainer-0 cannot go on" in run.outcome.cause and "the ledger can resume from 6 to 8" in run.outcome.cause
+    run.nothing_left()
+
+
+def test_what_holds_the_run_together_may_die_too(new_run: NewRun) -> None:
+    run = new_run({**LONG, **ONE_INSTANCE, "trainer.total_training_steps": 10, "trainer.save_freq": 1})
+    # Twice Ctrl-C: a drain that cannot end is cut short.
+    run.start()
+    run.until(lambda: run.version >= 1, "a step was done")
+    run.kill("trainer-0", signal.SIGSTOP)
+    run.interrupt()
+    run.until(lambda: "draining" in run.output, "the drain had begun")
+    run.interrupt()
+    assert run.wait(END_S) == 130
+    run.nothing_left()
+    # A supervisor: its roles die with it, the other side ends, the cause is told.
+    for group in ("rollout", "trainer"):
+        before = run.version
+        run.start()
+        run.until(lambda before=before: run.version > before, "the run went on")
+        run.kill(f"supervisor-{group}")
+        assert run.wait(END_S) == 1
+        assert run.outcome.cause == f"the {group} supervisor ended by signal SIGKILL"
+        run.nothing_left()
+    # The launcher: everything dies with it, and there is no verdict at all.
+    before = run.version
+    run.start()
+    run.until(lambda: run.version > before, "the run went on")
+    run.interrupt(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    run.nothing_left()
+    assert not run.dir.outcome.exists()
+
+    assert run.launch() == 0
+    assert run.audit().status == "completed"
+    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 10
+    assert run.steps() == list(range(1, 11))
+
+
+# ---- rewards and data ----------------------------------------------------------------------------------------
+
+ODD_DATA = '''
+import pathlib, time
+from psrl.tasks.base import TaskItem, user_message
+
+HERE = pathlib.Path(__file__).parent
+
+class Task:
+    """The first prompts by name, then plain ones; `texts` are the prompts."""
+
+    def __init__(self, seed, texts):
+        self.texts = texts
+
+    def items(self):
+        for i, text in enumerate(self.texts):
+            name = ("raises", "hangs", "31", "32", "33")[i] if i < 5 else "plain"
+            yield TaskItem(messages=user_message(text), data_source="odd", ground_truth=name)
+
+    def score(self, answer):
+        return 0.0
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    if ground_truth == "raises":
+        raise ValueError("no reward for this one")
+    if ground_truth == "hangs" and not (HERE / "hung").exists():
+        (HERE / "hung").touch()
+        time.sleep(3600)
+    return float(len(solution_str) % 2)
+'''
+
+
+def prompt_texts(model: Path, lengths: list[int]) -> list[str]:
+    """Prompts of exactly so many tokens."""
+    tokenizer = load_tokenizer(model)
+    bare = len(tokenizer.encode_chat(user_message("")))
+    texts = ["x" * (length - bare) for length in lengths]
+    assert [len(tokenizer.encode_chat(user_message(text))) for text in texts] == lengths
+    return texts
+
+
+def test_failing_rewards_and_overlong_prompts_are_counted_and_the_rest_is_trained_once(
+    new_run: NewRun, tmp_path: Path, tiny_model: Path
+) -> None:
+    (tmp_path / "odd.py").write_text(ODD_DATA)
+    texts = prompt_texts(tiny_model, [10, 10, 31, 32, 33] + [10] * 8)
+    overrides: Mapping[str, object] = {
+        **ONE_INSTANCE,
+        "data.task": "odd:Task",
+        "data.task_params": f"{{texts:[{','.join(texts)}]}}",
+        "data.max_prompt_length": 31,
+        "gen_actor_rollout_ref.rollout.max_model_len": 32,
+        "gen_actor_rollout_ref.rollout.ignore_eos": True,
+        "data.shuffle": False,
+        "data.drop_last": False,
+        "trainer.total_training_steps": "null",
+        "trainer.total_epochs": 1,
+        "trainer.keep_samples": True,
+        "psrl.max_group_retries": 1,
+        "reward.function": "odd:reward",
+        "reward.timeout_s": 3,
+    }
+    run = new_run(overrides)
+    assert run.launch() == 0
+    counters = run.outcome.counters
+    assert {k: v for k, v in counters.items() if k.startswith(("error", "timeout"))} == {
+        "error": 2,
+        "error/prompt_0": 2,
+        "timeout": 1,
+        "timeout/prompt_1": 1,
+    }
+    assert counters["skipped_prompts"] == 2 and "2 too long" in run.output
+    buffers = trained(run.records())
+    assert [len(groups) for groups in buffers.values()] == [4, 4, 2], "the tail is drained as one short buffer"
+    assert sorted(group.prompt for groups in buffers.values() for group in groups) == list(range(1, 11))
+    assert [(r.reason, r.outcome) for r in of(run.records(), Release) if r.outcome == DROPPED] == [("error", DROPPED)]
+    edge = next(group for group in sealed_groups(run).values() if group.prompt == 2)
+    assert len(edge.prompt_ids) == 4 * 31 and {(len(s.response_ids), s.finish) for s in edge.samples} == {(4, "length")}
+    run.audit()
+
+
+POOR_REWARDS = '''
+import itertools, pathlib
+
+CALLS = itertools.count()
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    """NaN for one sample of each group of four; a text once the file is there."""
+    if (pathlib.Path(__file__).parent / "text").exists():
+        return "1"
+    return float("nan") if next(CALLS) % 4 == 2 else float(len(solution_str) % 2)
+'''
+
+
+def test_a_reward_that_is_no_number_is_left_out_and_one_of_another_type_ends_the_run(new_run: NewRun, tmp_path: Path) -> None:
+    (tmp_path / "poor.py").write_text(POOR_REWARDS)
+    run = new_run({**ONE_INSTANCE, "psrl.rollout_n": 4, "reward.function": "poor:reward", "trainer.total_training_steps": 500})
+    run.start()
+    run.until(lambda: len(run.steps()) >= 3, "three steps were trained")
+    (tmp_path / "text").touch()
+    assert run.wait() == 1
+    cause = "reward.function=poor:reward returned '1' of type str: a reward must be a number"
+    assert cause in run.outcome.cause and cause in run.output
+    run.nothing_left()
+    for row in read_metrics(run.dir.metrics):
+        assert (row["training/num_samples"], row["training/num_masked_samples"]) == (12, 4)
+        assert all(row[name] is not None for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"))
+        assert row["actor/skipped_steps"] == 0
+    run.audit()
+
+
+def test_data_smaller_than_a_batch_is_refused_with_both_numbers_and_nothing_is_left_behind(new_run: NewRun) -> None:
+    run = new_run({"data.task_params": "{size:3}", "psrl.staleness_buffer_entries": 8})
+    assert run.launch() == 2
+    assert "3 prompts < batch 8" in run.output
+    run.nothing_left()
+    assert not run.dir.path.exists()
+
+
+# ---- neighbours ----------------------------------------------------------------------------------------------
+
+
+def test_two_runs_share_a_host(new_run: NewRun) -> None:
+    runs = [new_run({**ONE_INSTANCE, "trainer.total_training_steps": 3}, f"run-{i}") for i in range(2)]
+    for run in runs:
+        run.start()
+    assert [run.wait() for run in runs] == [0, 0]
+    endpoints = [latest_endpoint(run.dir, "coordinator") for run in runs]
+    assert None not in endpoints and len({found[1].address for found in endpoints if found}) == 2
+    for run in runs:
+        assert run.audit().status == "completed"
