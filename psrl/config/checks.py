@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train_actor_rollout_ref.actor.strategy": ("fsdp2",),
     "train_actor_rollout_ref.actor.mixed_precision": ("float32", "bfloat16"),
     "train_actor_rollout_ref.actor.loss_agg_mode": ("token-mean",),
+    "train_actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "algorithm.adv_estimator": ("grpo",),
     "algorithm.rollout_correction.rollout_is": (None, "token"),
     "data.truncation": ("skip", "error"),
@@ -52,6 +53,8 @@ AT_LEAST: dict[str, float] = {
     "train_actor_rollout_ref.actor.ppo_mini_batch_size": 1,
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_epochs": 1,
+    "train_actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
+    "train_actor_rollout_ref.actor.optim.min_lr_ratio": 0,
     "trainer.total_training_steps": 1,
     "trainer.total_epochs": 1,
     "trainer.keep_last": 1,
@@ -199,6 +202,10 @@ def _check_combinations(config: Config) -> None:
     if len(sources) != 1:
         what = f"both {' and '.join(sources)} are set" if sources else "no data is named"
         raise ConfigError(f"{what}: set exactly one of data.train_files, data.reasoning_gym.dataset and data.task.")
+    if actor.optim.lr_scheduler_type == "cosine" and config.trainer.total_training_steps is None:
+        raise ConfigError(
+            "train_actor_rollout_ref.actor.optim.lr_scheduler_type=cosine needs the length of the run: set trainer.total_training_steps."
+        )
     if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
         raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
     if (

@@ -26,6 +26,8 @@ ALIASES = {
     ("psrl.ps_mode", "cpu_ref"): "filesystem",
 }
 """Spellings of an earlier system, accepted with one notice."""
+OPEN = ("data.task_params", "data.reasoning_gym.params")
+"""Mappings whose keys belong to the task: any may be set."""
 
 
 def conf_dir() -> Path:
@@ -44,6 +46,8 @@ def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool
 
     >>> normalise(["model=/m/q"], has_accelerator=True, on_slurm=False)[0]
     ['model=hf', 'model.path=/m/q']
+    >>> normalise(["data.task_params.size=64"], has_accelerator=True, on_slurm=False)[0]
+    ['++data.task_params.size=64']
     """
     result: list[str] = []
     notices: list[str] = []
@@ -54,6 +58,8 @@ def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool
         elif (key, value) in ALIASES:
             result.append(f"{key}={ALIASES[key, value]}")
             notices.append(f"{override} is the old spelling of {key}={ALIASES[key, value]}")
+        elif key.startswith(OPEN):
+            result.append(f"++{override}")  # Hydra's word for: set it, whether it is there or not
         else:
             result.append(override)
     chosen = any(o.lstrip("+").partition("=")[0] == "preset" for o in overrides)

@@ -221,6 +221,9 @@ class OptimConfig:
     weight_decay: float = 0.01
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     lr_warmup_steps: int = 0
+    lr_scheduler_type: str = "constant"
+    """constant | cosine: from lr down to min_lr_ratio x lr at the end of trainer.total_training_steps."""
+    min_lr_ratio: float = 0.0
 
 
 @dataclass

@@ -10,6 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from psrl.config.schema import Config
 from psrl.models.load import load_causal_lm
 from psrl.models.resolve import run_model
 from psrl.net.link import CoordinatorGoneError
@@ -43,6 +44,7 @@ class Trainer:
             load_causal_lm(source.path, config.model.dtype),
             config.train_actor_rollout_ref.actor,
             temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
+            total_steps=optimizer_steps(config),
         )
         self.version = self._resume()
         self.publisher = make_publisher(role, rank, world_size)
@@ -191,6 +193,15 @@ class Trainer:
         self.timeline.close()
         if self.metrics is not None:
             self.metrics.close()
+
+
+def optimizer_steps(config: Config) -> int | None:
+    """Optimizer steps of the whole run, None while its length is open."""
+    buffers, actor = config.trainer.total_training_steps, config.train_actor_rollout_ref.actor
+    if buffers is None:
+        return None
+    minis = config.psrl.staleness_buffer_entries // (actor.ppo_mini_batch_size or config.psrl.staleness_buffer_entries)
+    return buffers * minis * actor.ppo_epochs
 
 
 def main() -> int:

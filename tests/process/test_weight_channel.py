@@ -16,8 +16,12 @@ import pytest
 import torch
 from weight_role import differing, make_publisher, make_puller, shards, specs
 
+from psrl.config.schema import Config
+from psrl.role import Role
 from psrl.rundir.keys import create_keys
 from psrl.rundir.layout import RunDir
+from psrl.weights.channel import make_publisher as publisher_of_role
+from psrl.weights.channel import make_puller as puller_of_role
 from psrl.weights.channel import nixl_available
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
@@ -137,6 +141,28 @@ def test_staged_weights_are_bit_equal_to_the_shards(world: World, channel: str, 
         assert differing(staged, 1, version) == []
         assert staged.nbytes == sum(tensor.nbytes for _, tensor in staged.tensors())
     puller.close()
+
+
+@pytest.mark.parametrize(
+    ("ps_mode", "dtype", "transport"),
+    [("auto", None, "nixl ("), ("nixl", "bfloat16", "nixl ("), ("filesystem", "bfloat16", "filesystem")],
+)
+def test_the_configuration_decides_channel_and_dtype(
+    world: World, ps_mode: str, dtype: str | None, transport: str
+) -> None:
+    config = Config()
+    config.psrl.ps_mode = ps_mode
+    config.model.dtype = "float32" if dtype else "bfloat16"
+    config.gen_actor_rollout_ref.rollout.dtype = dtype
+    role = Role(world.run_dir, config, "trainer-0", "here", local=True, attempt="0")
+    publisher, puller = publisher_of_role(role, 0, 1), puller_of_role(role, specs(1))
+    publisher.serve()
+    publisher.publish(0, 0, shards(1, 0, 0, 1))
+    staged = puller.pull(0, 0, soon())
+    assert differing(staged, 1, 0) == []
+    assert publisher.transport == puller.transport == staged.transport and staged.transport.startswith(transport)
+    puller.close()
+    publisher.close()
 
 
 def test_the_transport_is_named(world: World) -> None:

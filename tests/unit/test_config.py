@@ -34,7 +34,7 @@ def composed(*overrides: str):
         (["psrl.ps_mode=rdma"], ["psrl.ps_mode=rdma", "nixl", "filesystem"]),
         (["psrl.rollout_coordination.routing_strategy.method=best"], ["routing_strategy.method=best", "request_num_balance"]),
         (["train_actor_rollout_ref.actor.strategy=deepspeed"], ["actor.strategy=deepspeed", "fsdp2"]),
-        (["train_actor_rollout_ref.actor.ppo_mini_batch_size=5"], ["ppo_mini_batch_size=5", "psrl.staleness_buffer_entries=16", "divisor"]),
+        (["train_actor_rollout_ref.actor.ppo_mini_batch_size=5"], ["ppo_mini_batch_size=5", "psrl.staleness_buffer_entries=32", "divisor"]),
         (["psrl.log_prob.enable_rollout_engine_log_prob=False"], ["rollout_is", "psrl.log_prob.enable_rollout_engine_log_prob=False"]),
         (
             ["psrl.log_prob.enable_rollout_engine_log_prob=False", "algorithm.rollout_correction.rollout_is=null", "algorithm.rollout_correction.bypass_mode=True"],
@@ -153,3 +153,9 @@ def test_a_resume_with_another_algorithm_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         check_resume({"psrl.staleness": 1, "data.seed": 0}, {"psrl.staleness": 2, "data.seed": 1, "run_dir": "/r"})
     assert "data.seed" in str(caught.value) and "psrl.staleness" in str(caught.value) and "/r" in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["data.task_params={size: 64}", "data.task_params.size=64", "+data.task_params.size=64"])
+def test_parameters_of_a_task_are_set_like_any_other_key(override: str) -> None:
+    overrides, _ = normalise(["data.reasoning_gym.dataset=null", "data.task=digit_sum", override], has_accelerator=True, on_slurm=False)
+    assert composed(*overrides).data.task_params == {"size": 64}

@@ -90,7 +90,7 @@ def test_joined_segments_spare_the_rows_of_other_ranks() -> None:
     # Rank 0's padding after its 32 bytes of a is as long as rank 1's part of a: joining over it would overwrite that.
     tensors = {"a": torch.arange(16.0).reshape(2, 8), "b": torch.arange(16.0, 32.0).reshape(2, 8)}
     layouts, payloads, _ = cut(tensors, {"a": [0, 1, 2], "b": [0, 2, 2]})
-    plan = plan_pull(layouts, {name: ((2, 8), F32) for name in tensors})
+    plan = plan_pull(layouts, dict.fromkeys(tensors, ((2, 8), F32)))
     arrived, _ = carry_out(plan, [payloads[1], payloads[0]][::-1])
     assert all(torch.equal(arrived[name], full) for name, full in tensors.items())
     reordered = PullPlan(plan.nbytes, plan.tensors, plan.segments[::-1], plan.pieces)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from psrl.algorithms.metrics import MetricSums, stack, unstack
+from psrl.algorithms.schedule import learning_rate
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
@@ -49,7 +51,8 @@ class FSDP2Backend:
     """Policy model, optimizer and learning-rate warm-up of one trainer rank.
 
     `model` must be the same on every rank (same weights); each keeps its shard only. A single rank that computes in
-    the dtype of its weights is not sharded at all, and needs no process group. The model stays in eval mode: dropout
+    the dtype of its weights is not sharded at all, and needs no process group. `total_steps`: optimizer steps of the
+    run, for a schedule that ends. The model stays in eval mode: dropout
     would make the log-probs of one and the same weights differ between two passes.
     """
 
@@ -59,6 +62,7 @@ class FSDP2Backend:
         actor: ActorConfig,
         *,
         temperature: float,
+        total_steps: int | None = None,
         device: torch.device | str = "cpu",
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -71,7 +75,14 @@ class FSDP2Backend:
         self.hidden_size = int(model.config.hidden_size)
         self.can_share_prompts = _can_share_prompts(model)
         self._device = device
-        self._lr, self._warmup_steps = actor.optim.lr, actor.optim.lr_warmup_steps
+        self._schedule = partial(
+            learning_rate,
+            peak=actor.optim.lr,
+            warmup_steps=actor.optim.lr_warmup_steps,
+            kind=actor.optim.lr_scheduler_type,
+            total_steps=total_steps,
+            min_ratio=actor.optim.min_lr_ratio,
+        )
         self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
         self._predictors: torch.Tensor | None = None
         self._model = model.eval()
@@ -87,7 +98,7 @@ class FSDP2Backend:
         self._parameters = dict(model.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
-            lr=self._lr,
+            lr=actor.optim.lr,
             betas=(actor.optim.betas[0], actor.optim.betas[1]),
             weight_decay=actor.optim.weight_decay,
             fused=True,
@@ -187,8 +198,7 @@ class FSDP2Backend:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _learning_rate(self) -> float:
-        """Linear warm-up: step k (from 0) of w has lr x (k + 1) / w, so that no step is wasted at rate 0."""
-        return self._lr * min(1.0, (self.steps + 1) / max(self._warmup_steps, 1))
+        return self._schedule(self.steps)
 
     def _step(self, lr: float) -> None:
         for group in self._optimizer.param_groups:

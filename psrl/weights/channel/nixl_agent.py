@@ -169,7 +169,7 @@ class TransferAgent:
         """Let transfers go on that others have started on this agent's memory."""
         self._agent.get_new_notifs()
 
-    def outlive_process(self) -> None:
-        """Never destroy this agent, not even at the interpreter's end: reads are still under way on it."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent.agent))
+    def outlive_process(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Never destroy this agent and the buffers, not even at the interpreter's end: reads are still under way."""
+        for part in (self._agent, self._agent.agent, *buffers):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))

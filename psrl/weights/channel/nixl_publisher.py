@@ -124,7 +124,7 @@ class NixlPublisher:
             self._server.close(0.0)
             self._server = None
         if self._agent is not None and self._table.num_readers():
-            self._agent.outlive_process()
+            self._agent.outlive_process(self._slots)
         self._agent = None
 
     # ---- the trainer's thread --------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class NixlPuller:
         self._staging.discard()
         self._free_stuck()
         if self._stuck:
-            self._agent.outlive_process()
+            self._agent.outlive_process(buffer for memory in self._stuck for buffer in memory.buffers)
             log.warning(
                 "%d reads still hang at a trainer rank: their buffers stay until this process ends", len(self._stuck)
             )
@@ -229,8 +229,9 @@ class NixlPuller:
 
     def _part(self, source: Source) -> None:
         """Forget a publisher whose agent is gone."""
-        with contextlib.suppress(TransferError):  # it may have been dropped with its connection
-            self._agent.remove_peer(source.met)
+        if not self._stuck:  # a connection on which reads hang is left alone
+            with contextlib.suppress(TransferError):  # it may have been dropped already
+                self._agent.remove_peer(source.met)
         source.forget()
 
     def _abandon(self, unfinished: list[Read]) -> None:
