@@ -86,7 +86,7 @@ class FaultToleranceConfig:
     fence_s: float = 60.0
     """A role without a coordinator for this long leaves by itself."""
     startup_timeout_s: float = 600.0
-    """Most time from the start of the run to its first instance and trainer being ready."""
+    """Longest time without a single instance that has weights, or without any agent loop: at the start or later."""
     drain_grace_s: float = 30.0
     """Time for a drain (Ctrl-C, SIGTERM) to flush, seal and checkpoint."""
 

@@ -42,7 +42,7 @@ class Settings:
     num_instances: int
     num_agents: int
     startup_timeout_s: float
-    """Longest time without an instance that has weights: at the start, or when all have fallen silent."""
+    """Longest time without an instance that has weights, or without an agent loop: at the start or later."""
     missing_timeout_s: float
     """A trainer or supervisor whose connection is lost must be back within this."""
 
@@ -112,14 +112,17 @@ class Coordinator:
         for name, deadline_s in self.missing.items():
             if now_s >= deadline_s:
                 self.end("failed", f"{name} has been unreachable for {self.settings.missing_timeout_s:g} s")
-        if any(i.alive and i.version >= 0 for i in self.placement.instances.values()):
+        limit_s = self.settings.startup_timeout_s
+        if not (lacking := self._lacking()):
             self.last_ready_s = now_s
-        elif now_s - self.last_ready_s > self.settings.startup_timeout_s:
-            who = "the trainer" if self.pullable_version < 0 else "a rollout instance with weights"
-            self.end(
-                "failed",
-                f"{who} was not there for psrl.fault_tolerance.startup_timeout_s={self.settings.startup_timeout_s:g} s",
-            )
+        elif now_s - self.last_ready_s > limit_s:
+            self.end("failed", f"{lacking} was not there for psrl.fault_tolerance.startup_timeout_s={limit_s:g} s")
+
+    def _lacking(self) -> str:
+        """What the run cannot go on without at this moment; "" if nothing."""
+        if not any(i.alive and i.version >= 0 for i in self.placement.instances.values()):
+            return "the trainer" if self.pullable_version < 0 else "a rollout instance with weights"
+        return "" if self.placement.agents else "an agent loop"
 
     def advance(self, now_s: float) -> None:
         """Everything that can go on now does: pulls, waiting samples, new groups, the next buffer."""

@@ -66,7 +66,7 @@ class AgentLoop:
             temperature=gen.temperature,
             top_p=gen.top_p,
             top_k=gen.top_k,
-            stop_token_ids=tuple(model.eos_token_ids),
+            stop_token_ids=() if gen.ignore_eos else tuple(model.eos_token_ids),
             ignore_eos=gen.ignore_eos,
         )
         self.link = AsyncCoordinatorLink(

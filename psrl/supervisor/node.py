@@ -222,7 +222,8 @@ class NodeSupervisor:
 def role_environment(run_dir: RunDir) -> dict[str, str]:
     """The environment of every role: node-local caches, the run's own code first, no downloads."""
     env = dict(os.environ)
-    env |= node_local_env(node_local_root(), run_dir.path)
+    root = node_local_root()
+    env |= node_local_env(root, run_dir.path) | {"PSRL_NODE_LOCAL": str(root.parent)}
     paths = [str(run_dir.code), *(p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p)]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     env.setdefault("HF_HUB_OFFLINE", "1")

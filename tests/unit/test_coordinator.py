@@ -333,19 +333,74 @@ def test_nothing_beyond_the_last_step_is_reserved() -> None:
     assert assigned(run.settle()) == []
 
 
-@pytest.mark.parametrize(("who", "words"), [("trainer", "trainer"), ("nobody", "instance")])
-def test_a_start_that_takes_too_long_names_who_is_missing(who: str, words: str) -> None:
+@pytest.mark.parametrize("lacking", ["the trainer", "a rollout instance", "an agent loop"])
+def test_a_start_that_takes_too_long_names_who_is_missing(lacking: str) -> None:
     run = Run()
-    if who == "nobody":
+    if lacking != "the trainer":
         run.trainer()
+    if lacking == "an agent loop":
+        run.instance("instance-0")
+        run.pulled("instance-0", 0)
     run.now = SETTINGS.startup_timeout_s + 1
     run.core.tick(run.now)
-    assert run.core.ended is not None and run.core.ended.status == "failed" and words in run.core.ended.cause
+    assert run.core.ended is not None and run.core.ended.status == "failed" and lacking in run.core.ended.cause
+
+
+@pytest.mark.parametrize("silent", [("instance-0", "instance-1"), ("agent-loop-0",)])
+def test_parts_that_all_fall_silent_are_waited_for_and_then_end_the_run(silent: tuple[str, ...]) -> None:
+    run, _ = started()
+    run.core.tick(50.0)
+    for name in silent:
+        run.core.lost(name, "silent", 50.0)
+    run.core.tick(50.0 + SETTINGS.startup_timeout_s)
+    assert run.core.ended is None
+    run.core.tick(51.0 + SETTINGS.startup_timeout_s)
+    assert run.core.ended is not None and run.core.ended.status == "failed"
+
+
+def test_a_new_coordinator_hears_from_the_supervisor_who_is_gone_for_good() -> None:
+    run, _ = started()
+    gone = c.ChildDown(role="instance", name="instance-1", cause="signal SIGKILL", restarting=False, pid=7)
+    run.hello("supervisor", "supervisor-rollout", c.SupervisorState(gone=[gone]))
+    assert run.core.ended is None
+    last = c.ChildDown(role="instance", name="instance-0", cause="exit code 3", restarting=False, pid=8)
+    (verdict, *_) = of(run.tell("supervisor-rollout", last), c.Shutdown)
+    assert "the last rollout instance is gone: instance-0 ended by exit code 3" in verdict.cause
+
+
+def test_late_news_of_a_death_do_not_touch_the_successor() -> None:
+    run, groups = started()
+    dead = c.ChildDown(role="agent_loop", name="agent-loop-0", cause="signal SIGKILL", restarting=True, pid=99)
+    assert run.tell("supervisor", dead) == []
+    assert run.core.placement.held_by("agent-loop-0") == [g.group for g in groups]
+
+
+def test_a_checkpoint_older_than_the_kept_groups_ends_the_run_with_the_cause() -> None:
+    run, groups = started()
+    for version in (1, 2):
+        for g in groups[:2]:
+            run.finish(g.group)
+        run.tell("trainer-0", c.WantBuffer(buffer=version - 1, incarnation=0))
+        run.tell("trainer-0", c.Published(version=version, incarnation=0))
+        groups = groups[2:] + assigned(run.pulled("instance-0", version))
+    run.tell("trainer-0", c.CheckpointDone(version=2, seconds=0.1))
+    said = run.trainer(resumed_from=0, nonce="b")
+    (verdict, *_) = of(said, c.Shutdown)
+    assert verdict.status == "failed" and "trainer-0 cannot go on" in verdict.cause and "from 2 to 2" in verdict.cause
+    assert run.core.staleness.incarnation == 0, "nothing of it is in the ledger"
+
+
+def test_nobody_is_missed_after_the_verdict(caplog: pytest.LogCaptureFixture) -> None:
+    run, _ = started()
+    run.tell("trainer-0", c.TrainerDone(version=4, drained=False))
+    for name in ("instance-0", "agent-loop-0"):
+        run.core.lost(name, "its connection is gone", run.now)
+    assert not [r for r in caplog.records if "is gone" in r.message] and run.core.records == []
 
 
 def test_a_supervisor_that_stays_away_ends_the_run() -> None:
     run, _ = started()
-    run.hello("supervisor", "supervisor-rollout")
+    run.hello("supervisor", "supervisor-rollout", c.SupervisorState())
     run.core.lost("supervisor-rollout", "gone", run.now)
     run.core.tick(run.now + 1)
     assert run.core.ended is None

@@ -1,0 +1,96 @@
+"""Train on the buffers that a run recorded (trainer.keep_samples=True), without rollout: `python -m psrl.trainer.replay RUN_DIR`.
+
+The same samples in the same order give the same loss curve, on any number of ranks. Ranks are told by RANK and WORLD_SIZE
+and meet at STORE (a file that all can reach, needed for more than one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from psrl.config.schema import Config
+from psrl.coordinator.ledger import replay
+from psrl.coordinator.records import Start, Take
+from psrl.coordinator.staleness import Staleness
+from psrl.models.load import load_causal_lm
+from psrl.models.resolve import run_model
+from psrl.protocol.control import TakenGroup
+from psrl.protocol.samples import Group
+from psrl.role import load_config
+from psrl.rundir.layout import RunDir
+from psrl.rundir.segments import read_sample
+from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.main import optimizer_steps
+from psrl.trainer.step import train_step
+
+CURVE = ("actor/pg_loss", "actor/grad_norm", "actor/loss_tokens", "rollout_corr/kl")
+
+_decode = msgspec.msgpack.Decoder(Group).decode
+
+
+def recorded_buffers(run_dir: RunDir, config: Config) -> Iterator[list[TakenGroup]]:
+    """The buffers of the surviving history in training order, from the ledger."""
+    p = config.psrl
+    state = Staleness(buffer_entries=p.staleness_buffer_entries, staleness=p.staleness, keep_checkpoints=10**9)
+    taken: dict[int, list[TakenGroup]] = {}
+    for record in replay(run_dir.ledger):
+        state.apply(record)
+        if isinstance(record, Start):
+            taken = {buffer: groups for buffer, groups in taken.items() if buffer < record.version}
+        elif isinstance(record, Take):
+            taken[record.buffer] = [
+                TakenGroup(group=e.group, prompt=e.prompt, data_epoch=e.data_epoch, version=e.version, ref=e.ref)
+                for e in state.entries(record.buffer)
+            ]
+    yield from (taken[buffer] for buffer in sorted(taken))
+
+
+def replay_run(run_dir: RunDir, steps: int | None = None) -> list[dict[str, float]]:
+    """Train from the run's initial weights; one row of `CURVE` a buffer. Collective: every rank calls it."""
+    config = load_config(run_dir)
+    torch.set_num_threads(config.psrl.deployment.train_cpu_threads)
+    actor = FSDP2Backend(
+        load_causal_lm(run_model(run_dir).path, config.model.dtype),
+        config.train_actor_rollout_ref.actor,
+        temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
+        total_steps=optimizer_steps(config),
+    )
+
+    def read(taken: TakenGroup) -> Group:
+        ref = taken.ref
+        return _decode(read_sample(run_dir.samples, ref.segment, ref.offset, ref.length, ref.crc, deadline_s=0.0))
+
+    rows = []
+    for number, buffer in enumerate(recorded_buffers(run_dir, config)):
+        if number == steps:
+            break
+        metrics = train_step(actor, config, buffer, read).metrics
+        rows.append({name: metrics[name] for name in CURVE})
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--steps", type=int)
+    args = parser.parse_args()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        store = dist.FileStore(os.environ["STORE"], world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    rows = replay_run(RunDir(args.run_dir.resolve()), args.steps)
+    if rank == 0:
+        print("\n".join(json.dumps(row) for row in rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
