@@ -91,7 +91,7 @@ def claimed(run_dir: RunDir) -> Iterator[None]:
     """Make the run directory and hold it for this process: of two launchers, also at the same moment, one is refused."""
     try:
         run_dir.create()
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
         raise ConfigError(f"run_dir={run_dir.path} cannot be used: {error}.") from error
     refuse_running(run_dir)
     mark = _launcher_mark(run_dir)

@@ -58,7 +58,11 @@ class Run:
         self.launcher: subprocess.Popen[bytes] | None = None
         self._token = secrets.token_hex(8)
         """In the environment of every process of this run, however it was started."""
-        self._env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, [Path(psrl.__file__).parent.parent, module_dir]))), MARK: self._token}
+        self._env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, [Path(psrl.__file__).parent.parent, module_dir]))),
+            MARK: self._token,
+        }
         self._output = path.with_name(f"{path.name}.out")
         self._known: set[psutil.Process] = set()
 
@@ -70,9 +74,17 @@ class Run:
 
     def _launch(self, changes: Mapping[str, object]) -> subprocess.Popen[bytes]:
         settings = self.overrides | dict(changes)
-        argv = [sys.executable, "-m", "psrl.launch", f"run_dir={self.dir.path}", *(f"{k}={v}" for k, v in settings.items())]
+        argv = [
+            sys.executable,
+            "-m",
+            "psrl.launch",
+            f"run_dir={self.dir.path}",
+            *(f"{k}={v}" for k, v in settings.items()),
+        ]
         with self._output.open("ab") as output:
-            return subprocess.Popen(argv, env=self._env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+            return subprocess.Popen(
+                argv, env=self._env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
 
     def second_launcher(self) -> int:
         """Exit code of another launcher on the same run directory, while the first one runs."""
@@ -91,7 +103,7 @@ class Run:
         self.start(changes)
         return self.wait()
 
-    def until(self, condition: Callable[[], T], what: str) -> T:
+    def until(self, condition: Callable[[], T | None], what: str) -> T:
         """The first true value of `condition`; fails when the launcher ends or the deadline passes before."""
         assert self.launcher is not None
         deadline = time.monotonic() + DEADLINE_S
@@ -159,7 +171,9 @@ class Run:
         """Every process of the run ends within the deadline."""
         deadline = time.monotonic() + 60.0
         while left := self.processes():
-            assert time.monotonic() < deadline, f"processes are left: {[(p.pid, p.cmdline()) for p in left]}\n{self.story()}"
+            assert time.monotonic() < deadline, (
+                f"processes are left: {[(p.pid, p.cmdline()) for p in left]}\n{self.story()}"
+            )
             time.sleep(0.05)
 
     # ---- what the run directory says -------------------------------------------------------------------------
@@ -190,7 +204,9 @@ class Run:
     def audit(self) -> AuditReport:
         """The audit of the ledger, which must be free of findings."""
         config = load_config(self.dir)
-        report = audit(self.records(), buffer_entries=config.psrl.staleness_buffer_entries, staleness=config.psrl.staleness)
+        report = audit(
+            self.records(), buffer_entries=config.psrl.staleness_buffer_entries, staleness=config.psrl.staleness
+        )
         assert report.findings == [], report.lines()
         return report
 
@@ -216,7 +232,10 @@ class Run:
     def story(self) -> str:
         """Everything that helps to understand a failed test."""
         logs = sorted(self.dir.logs.glob("*.log")) if self.dir.logs.is_dir() else []
-        parts = [f"--- launcher\n{self.output[-4000:]}", *(f"--- {log.name}\n{self.log(log.stem)[-4000:]}" for log in logs)]
+        parts = [
+            f"--- launcher\n{self.output[-4000:]}",
+            *(f"--- {log.name}\n{self.log(log.stem)[-4000:]}" for log in logs),
+        ]
         return "\n".join(parts)
 
 
@@ -247,7 +266,10 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
+NewRun = Callable[..., Run]
+"""The fixture `new_run`: (overrides, name) to a run that is not started yet."""
+
+
 def of(records: list[AnyRecord], kind: type[T]) -> list[T]:
     """The records of one kind."""
     return [record for record in records if isinstance(record, kind)]
-

@@ -12,10 +12,9 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from conftest import NewRun
-from runs import DEADLINE_S, LONG, ONE_INSTANCE, Run, of, trained
+from runs import DEADLINE_S, LONG, ONE_INSTANCE, NewRun, Run, of, trained
 
-from psrl.coordinator.records import DROPPED, REQUEUED, Checkpoint, Occupy, Release, Reserve, Start
+from psrl.coordinator.records import DROPPED, REQUEUED, Occupy, Release, Reserve, Start
 from psrl.models.tokenizer import load_tokenizer
 from psrl.protocol.samples import Group
 from psrl.rundir.endpoints import latest_endpoint
@@ -49,7 +48,9 @@ def sealed_groups(run: Run) -> dict[int, Group]:
     groups: dict[int, Group] = {}
     for record in of(run.records(), Occupy):
         ref = record.ref
-        groups[record.group] = msgspec.msgpack.decode(read_sample(run.dir.samples, ref.segment, ref.offset, ref.length, ref.crc), type=Group)
+        groups[record.group] = msgspec.msgpack.decode(
+            read_sample(run.dir.samples, ref.segment, ref.offset, ref.length, ref.crc), type=Group
+        )
     return groups
 
 
@@ -66,21 +67,37 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def test_a_killed_instance_hands_its_samples_over_and_is_restarted_as_often_as_allowed(new_run: NewRun, tmp_path: Path) -> None:
-    (tmp_path / "gate.py").write_text(GATE)
-    run = new_run({**LONG, "reward.function": "gate:reward", "reward.timeout_s": DEADLINE_S, "psrl.fault_tolerance.max_restarts": 1})
+def gated(directory: Path) -> dict[str, object]:
+    """A reward that waits while `directory`/closed exists."""
+    (directory / "gate.py").write_text(GATE)
+    return {"reward.function": "gate:reward", "reward.timeout_s": DEADLINE_S}
+
+
+def serves_again(run: Run, instance: str, directory: Path) -> None:
+    """Wait until an instance that was lost is back, then open the gate and see that it gets new groups."""
+    run.until(lambda: run.log("coordinator").count(f"instance {instance} is here") == 2, f"{instance} was back")
+    known = len(run.records())
+    (directory / "closed").unlink()
+    run.until(
+        lambda: any(r.instance == instance for r in of(run.records()[known:], Reserve)), f"{instance} served again"
+    )
+
+
+def test_a_killed_instance_hands_its_samples_over_and_is_restarted_as_often_as_allowed(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    run = new_run({**LONG, **gated(tmp_path), "psrl.fault_tolerance.max_restarts": 1})
     run.start()
     lost = busy_at(run, "instance-0")
-    run.kill("instance-0")
     (tmp_path / "closed").touch()
-    run.until(lambda: run.log("coordinator").count("instance instance-0 is here") == 2, "instance-0 was back")
-    known = len(run.records())
-    (tmp_path / "closed").unlink()
-    run.until(lambda: any(r.instance == "instance-0" for r in of(run.records()[known:], Reserve)), "instance-0 served again")
+    run.kill("instance-0")
+    serves_again(run, "instance-0", tmp_path)
     run.kill("instance-0")
     assert run.wait() == 0
     assert "instance instance-0 ended by signal SIGKILL; it is started again" in run.log("coordinator")
-    assert re.search(r"samples of \d+ groups were at instance-0: .* with their [1-9]\d* tokens", run.log("agent-loop-0"))
+    assert re.search(
+        r"samples of \d+ groups were at instance-0: .* with their [1-9]\d* tokens", run.log("agent-loop-0")
+    )
     assert run.outcome.counters["deaths/instance"] == 2
     report = run.audit()
     assert report.status == "completed" and report.fates["trained"] == report.reserved == 6 * 4
@@ -93,7 +110,9 @@ def test_the_last_instance_ends_the_run_even_if_the_coordinator_forgot_the_other
     run.start()
     busy_at(run, "instance-0")
     run.kill("instance-0")
-    run.until(lambda: "instance instance-0 ended by signal SIGKILL" in run.log("coordinator"), "the coordinator heard of it")
+    run.until(
+        lambda: "instance instance-0 ended by signal SIGKILL" in run.log("coordinator"), "the coordinator heard of it"
+    )
     run.kill("coordinator")
     run.until(run.steps_from_now(2), "the run went on")
     assert len(run.processes()) > 5
@@ -106,27 +125,24 @@ def test_the_last_instance_ends_the_run_even_if_the_coordinator_forgot_the_other
     run.audit()
 
 
-def test_a_hanging_instance_is_passed_over_comes_back_and_is_ended_with_the_run(new_run: NewRun) -> None:
+def test_a_hanging_instance_is_passed_over_comes_back_and_is_ended_with_the_run(
+    new_run: NewRun, tmp_path: Path
+) -> None:
     run = new_run(
-        {
-            **LONG,
-            "psrl.fault_tolerance.heartbeat_timeout_s": 4,
-            "trainer.total_training_steps": 20,
-            "trainer.keep_samples": True,
-        }
+        {**LONG, **gated(tmp_path), "psrl.fault_tolerance.heartbeat_timeout_s": 4, "trainer.keep_samples": True}
     )
     run.start()
     lost = busy_at(run, "instance-0")
+    (tmp_path / "closed").touch()
     stopped = run.kill("instance-0", signal.SIGSTOP)
     run.until(lambda: "instance instance-0 is gone" in run.log("coordinator"), "it was given up")
-    known = len(run.records())
     stopped.resume()
-    run.until(lambda: any(r.instance == "instance-0" for r in of(run.records()[known:], Reserve)), "it served again")
+    serves_again(run, "instance-0", tmp_path)
     stopped.suspend()
     assert run.wait() == 0
     run.nothing_left()
     report = run.audit()
-    assert report.fates["trained"] == report.reserved == 20 * 4
+    assert report.fates["trained"] == report.reserved == 6 * 4
     assert lost <= {group.group for groups in trained(run.records()).values() for group in groups}
     # What the stopped process made late is in no response: each is whole, without a gap or a token twice.
     for group in sealed_groups(run).values():
@@ -151,7 +167,10 @@ def test_coordinator_and_agent_loop_are_restarted_until_their_restarts_are_used_
     scorers = loop.children()
     assert scorers and run.until(run.open_groups, "it had groups in its hands")
     loop.kill()
-    run.until(lambda: not any(s.is_running() and s.status() != psutil.STATUS_ZOMBIE for s in scorers), "its scoring processes were gone")
+    run.until(
+        lambda: not any(s.is_running() and s.status() != psutil.STATUS_ZOMBIE for s in scorers),
+        "its scoring processes were gone",
+    )
     run.until(run.steps_from_now(2), "the run went on with a new agent loop")
     returned = [r for r in of(run.records(), Release) if r.reason == "agent_loop_lost"]
     assert returned and {r.outcome for r in returned} == {REQUEUED}
@@ -391,9 +410,13 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 '''
 
 
-def test_a_reward_that_is_no_number_is_left_out_and_one_of_another_type_ends_the_run(new_run: NewRun, tmp_path: Path) -> None:
+def test_a_reward_that_is_no_number_is_left_out_and_one_of_another_type_ends_the_run(
+    new_run: NewRun, tmp_path: Path
+) -> None:
     (tmp_path / "poor.py").write_text(POOR_REWARDS)
-    run = new_run({**ONE_INSTANCE, "psrl.rollout_n": 4, "reward.function": "poor:reward", "trainer.total_training_steps": 500})
+    run = new_run(
+        {**ONE_INSTANCE, "psrl.rollout_n": 4, "reward.function": "poor:reward", "trainer.total_training_steps": 500}
+    )
     run.start()
     run.until(lambda: len(run.steps()) >= 3, "three steps were trained")
     (tmp_path / "text").touch()

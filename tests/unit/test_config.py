@@ -155,7 +155,11 @@ def test_a_resume_with_another_algorithm_is_refused_by_name() -> None:
     assert "data.seed" in str(caught.value) and "psrl.staleness" in str(caught.value) and "/r" in str(caught.value)
 
 
-@pytest.mark.parametrize("override", ["data.task_params={size: 64}", "data.task_params.size=64", "+data.task_params.size=64"])
+@pytest.mark.parametrize(
+    "override", ["data.task_params={size: 64}", "data.task_params.size=64", "+data.task_params.size=64"]
+)
 def test_parameters_of_a_task_are_set_like_any_other_key(override: str) -> None:
-    overrides, _ = normalise(["data.reasoning_gym.dataset=null", "data.task=digit_sum", override], has_accelerator=True, on_slurm=False)
+    overrides, _ = normalise(
+        ["data.reasoning_gym.dataset=null", "data.task=digit_sum", override], has_accelerator=True, on_slurm=False
+    )
     assert composed(*overrides).data.task_params == {"size": 64}
