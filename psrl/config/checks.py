@@ -202,12 +202,12 @@ def _check_combinations(config: Config) -> None:
     if len(sources) != 1:
         what = f"both {' and '.join(sources)} are set" if sources else "no data is named"
         raise ConfigError(f"{what}: set exactly one of data.train_files, data.reasoning_gym.dataset and data.task.")
+    if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
+        raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
     if actor.optim.lr_scheduler_type == "cosine" and config.trainer.total_training_steps is None:
         raise ConfigError(
             "train_actor_rollout_ref.actor.optim.lr_scheduler_type=cosine needs the length of the run: set trainer.total_training_steps."
         )
-    if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
-        raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
     if (
         p.ps_mode == "nixl"
         and importlib.util.find_spec("nixl_cu13") is None
