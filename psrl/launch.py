@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 completed, 1 failed, 2 refused before anything started, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if "-h" in argv or "--help" in argv:
-        print(render_help())
+        sys.stdout.write(render_help() + "\n")
         return 0
     try:
         if any(flag in argv for flag in HYDRA_FLAGS):
@@ -99,4 +100,10 @@ def _has_accelerator() -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    raise SystemExit(code)

@@ -46,6 +46,8 @@ class PolicyLoss:
     """Multiply each token's loss by min(rho, is_threshold). Not in bypass mode: the PPO ratio corrects already."""
     is_threshold: float = 2.0
     bypass_mode: bool = False
+    describe_correction: bool = True
+    """Also report how far the engine's log-probs are from the trained ones (rollout_corr/)."""
 
     def __call__(self, log_probs: torch.Tensor, batch: LossInputs) -> tuple[torch.Tensor, MetricSums]:
         mask, rollout = batch.loss_mask, batch.rollout_log_probs
@@ -65,6 +67,8 @@ class PolicyLoss:
             weights=weights,
         )
         metrics = {_ACTOR + name: value for name, value in sums.items()}
+        if not self.describe_correction:
+            return loss, metrics
         correction = rollout_correction.correction_sums(
             train, rollout, mask, threshold=self.is_threshold, weights=weights
         )
@@ -90,4 +94,5 @@ def finalise(sums: Mapping[str, float]) -> dict[str, float]:
         "actor/ppo_kl": actor["kl"] / tokens,
         "actor/loss_tokens": tokens,
     }
-    return result | {f"rollout_corr/{k}": v for k, v in rollout_correction.finalise(correction).items()}
+    described = rollout_correction.finalise(correction) if correction else {}
+    return result | {f"rollout_corr/{k}": v for k, v in described.items()}

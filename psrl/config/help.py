@@ -34,7 +34,7 @@ def render_help() -> str:
         "python -m psrl.launch [KEY=VALUE ...]            train here; the same run_dir= again resumes",
         "python -m psrl.launch --cfg job [KEY=VALUE ...]  print the composed configuration",
         "",
-        "model=tiny | smollm2_135m | /a/huggingface/directory        preset=laptop | null",
+        "model=tiny | smollm2_135m | /a/huggingface/directory        preset=laptop | cluster",
         "",
         "Keys (cluster defaults; preset=laptop makes sizes small):",
     ]

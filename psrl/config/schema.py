@@ -42,6 +42,7 @@ class RolloutCoordinationConfig:
 @dataclass
 class StatusCollectionConfig:
     enable: bool = True
+    """Instances report running, waiting and KV usage; without it admission_reject_on_waiting has nothing to go by."""
     engine_sync_interval_in_ms: int = 100
     """Upper bound between a change in an engine and its report."""
     coordinator_sync_interval_in_ms: int = 100
@@ -51,13 +52,15 @@ class StatusCollectionConfig:
 @dataclass
 class LogProbConfig:
     enable_rollout_engine_log_prob: bool = True
-    """The engine returns the log-prob of each sampled token; every rollout correction needs it."""
+    """Use the engine's log-prob of each sampled token: for a rollout correction, which needs it, and the rollout_corr/ metrics."""
 
 
 @dataclass
 class DeploymentConfig:
     n_rollout_instances: int = 2
+    """Rollout instances, each with an engine of its own."""
     train_nnodes: int = 1
+    """Trainer nodes."""
     train_ngpus_per_node: int = 1
     """Trainer ranks a node (processes on a CPU)."""
     n_agent_loops: int = 1
@@ -77,10 +80,13 @@ class FaultToleranceConfig:
     max_restarts: int = 3
     """How often one instance is started again in place."""
     agent_loop_max_restarts: int = 3
+    """How often one agent loop is started again in place."""
     coordinator_max_restarts: int = 3
+    """How often the coordinator is started again from its ledger."""
     hello_timeout_s: float = 60.0
     """A role that cannot say hello for this long gives up, and says so."""
     heartbeat_interval_s: float = 1.0
+    """Pause between two signs of life on a quiet connection."""
     heartbeat_timeout_s: float = 20.0
     """Silence after which the other side counts as dead."""
     fence_s: float = 60.0
@@ -127,17 +133,25 @@ class PsrlConfig:
 @dataclass
 class TinyModelConfig:
     hidden_size: int = 128
+    """Width; a multiple of 2 x num_heads."""
     num_layers: int = 4
+    """Decoder layers."""
     num_heads: int = 4
+    """Attention heads."""
     num_kv_heads: int = 2
+    """Key-value heads; divides num_heads."""
     intermediate_size: int = 384
+    """Width of the feed-forward layers."""
     max_position_embeddings: int = 1024
+    """Least context of the model; more if prompt and response need it."""
     warm_start_steps: int = 600
     """Most supervised steps on solved examples of the task, so that RL has something to improve; 0 for random weights."""
     warm_start_accuracy: float = 0.45
     """The warm start ends as soon as the expected reward on held-out examples reaches this."""
     warm_start_lr: float = 2e-3
+    """Learning rate of the warm start."""
     seed: int = 0
+    """Seed of initial weights and warm start."""
 
 
 @dataclass
@@ -156,6 +170,7 @@ class ReasoningGymConfig:
     dataset: str | None = None
     """A reasoning-gym dataset by name, for example chain_sum; null when train_files is used."""
     size: int = 4096
+    """Problems to generate."""
     params: dict[str, Any] = field(default_factory=dict)
     """Parameters of that dataset, passed as they are."""
 
@@ -170,12 +185,17 @@ class DataConfig:
     task_params: dict[str, Any] = field(default_factory=dict)
     """Parameters of `data.task`, passed as they are beside seed=data.seed."""
     prompt_key: str = "prompt"
+    """Column of train_files that holds the chat messages."""
     max_prompt_length: int = 1024
+    """Tokens; see truncation for longer prompts."""
     max_response_length: int = 1024
+    """Most tokens of a response, over all its parts."""
     truncation: str = "skip"
     """A prompt longer than max_prompt_length: skip (and count) | error (refuse to start)."""
     shuffle: bool = True
+    """A new order in each pass over the data, by data.seed."""
     seed: int = 0
+    """Seed of the order and of generated tasks."""
     drop_last: bool = True
     """At the end of the last epoch drop what fills no whole buffer; False: train it as one short last buffer."""
 
@@ -197,9 +217,13 @@ class RolloutEngineConfig:
     name: str = "torch"
     """Engine: torch (embedded)."""
     temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
+    """Nucleus sampling; 1 switches it off."""
     top_k: int = -1
+    """Sample among the k most likely tokens; -1 switches it off."""
     ignore_eos: bool = False
+    """Go on to the length limit whatever is sampled (benchmarks)."""
     dtype: str | None = None
     """float32 | bfloat16; null: as the model."""
     max_num_seqs: int = 256
@@ -218,17 +242,23 @@ class GenConfig:
 @dataclass
 class OptimConfig:
     lr: float = 1e-6
+    """Peak learning rate of AdamW."""
     weight_decay: float = 0.01
+    """Decoupled weight decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Adam's decay rates of the two moments."""
     lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up."""
     lr_scheduler_type: str = "constant"
     """constant | cosine: from lr down to min_lr_ratio x lr at the end of trainer.total_training_steps."""
     min_lr_ratio: float = 0.0
+    """Where the cosine ends, as a share of lr."""
 
 
 @dataclass
 class ActorConfig:
     strategy: str = "fsdp2"
+    """Trainer backend: fsdp2."""
     ppo_mini_batch_size: int | None = None
     """Groups an optimizer step; null: the whole buffer."""
     ppo_max_token_len_per_gpu: int = 16384
@@ -236,14 +266,21 @@ class ActorConfig:
     use_shared_prompt: bool = True
     """Compute the prompt once for several responses of a group where the model allows it and it saves work."""
     ppo_epochs: int = 1
+    """Passes over one buffer."""
     clip_ratio: float = 0.2
+    """PPO clip range on both sides, unless low or high is given."""
     clip_ratio_low: float | None = None
+    """Clip range below 1; null: clip_ratio."""
     clip_ratio_high: float | None = None
+    """Clip range above 1; null: clip_ratio."""
     loss_agg_mode: str = "token-mean"
+    """token-mean: divided by the trainable tokens of the whole optimizer step."""
     grad_clip: float = 1.0
+    """Largest gradient norm."""
     mixed_precision: str = "float32"
     """Compute dtype: float32 | bfloat16."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
@@ -257,6 +294,7 @@ class RolloutCorrectionConfig:
     rollout_is: str | None = None
     """null | token: truncated importance sampling of each token."""
     rollout_is_threshold: float = 2.0
+    """Largest importance weight."""
     bypass_mode: bool = False
     """True: the engine's log-probs are the old log-probs of the PPO ratio; False: those of the training weights."""
 
@@ -264,7 +302,9 @@ class RolloutCorrectionConfig:
 @dataclass
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
+    """grpo."""
     norm_adv_by_std_in_grpo: bool = True
+    """Divide advantages by the group's standard deviation; False: Dr. GRPO."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
@@ -281,7 +321,9 @@ class TrainerConfig:
     keep_samples: bool = False
     """Keep sealed samples that a complete checkpoint covers."""
     project_name: str = "psrl"
+    """wandb project."""
     experiment_name: str | None = None
+    """wandb run name; null: the run directory's name."""
     logger: list[str] = field(default_factory=lambda: ["console", "wandb"])
     """console, wandb (offline unless WANDB_MODE says otherwise)."""
 
@@ -301,3 +343,4 @@ class Config:
     note: str | None = None
     """Free text, kept with the run."""
     seed: int = 0
+    """Seed of sampling and routing; data.seed shuffles the data."""

@@ -221,7 +221,7 @@ class Instance:
 
     def _report(self) -> None:
         clock = time.monotonic()
-        if clock < self.next_status:
+        if clock < self.next_status or not self.role.config.psrl.status_collection.enable:
             return
         stats = self.engine.stats()
         gauges = (stats.running, stats.waiting, stats.preemptions)

@@ -72,6 +72,7 @@ def train_step(
                 token_tis=correction.rollout_is == "token",
                 is_threshold=correction.rollout_is_threshold,
                 bypass_mode=correction.bypass_mode,
+                describe_correction=config.psrl.log_prob.enable_rollout_engine_log_prob,
             )
             parts.append(actor.update(step, loss))
     last = {name: parts[-1][name] for name in ("actor/grad_norm", "actor/lr", "actor/skipped_steps")}

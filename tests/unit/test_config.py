@@ -140,6 +140,7 @@ def test_help_names_every_key_and_its_meaning() -> None:
     for key, entry in documented_keys().items():
         assert f"{key} = " in text
         assert entry.type_name in text
+        assert entry.doc, f"{key} has no explanation"
 
 
 @pytest.mark.parametrize(
