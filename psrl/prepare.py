@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 
 from psrl.config.checks import check_data_size
@@ -20,6 +21,7 @@ from psrl.rundir.layout import RunDir
 from psrl.supervisor.process import die_with_parent
 from psrl.tasks.prepare import prepare
 from psrl.tasks.registry import build_task, task_spec
+from psrl.weights.channel.select import settle_mode
 
 PROMPTS = "prompts.bin"
 EXIT_REFUSED = 2
@@ -29,7 +31,10 @@ def prepare_run(run_dir: RunDir) -> None:
     """Check task and reward, make or find the model, write the prompt file. Raises ConfigError with one sentence."""
     config = load_config(run_dir)
     task = build_task(task_spec(config))
+    enough = config.psrl.staleness_buffer_entries
+    check_data_size(config, sum(1 for _ in islice(task.items(), enough)), skipped=0)  # before anything slow
     check_scoring(config)
+    settle_mode(config, run_dir)
     model = resolve_model(config, run_dir)
     stats = prepare(config, task, load_tokenizer(model.path), run_dir.data / PROMPTS)
     check_data_size(config, stats.kept, stats.skipped)

@@ -77,7 +77,7 @@ def _build(
     real = np.arange(max(row.length for row in rows)) < np.array([row.length for row in rows])[:, None]
 
     def grid(parts: Sequence[np.ndarray], fill: float, dtype: type) -> torch.Tensor:
-        out = np.full(real.shape, fill, dtype=dtype)
+        out: np.ndarray = np.full(real.shape, fill, dtype=dtype)
         out[real] = np.concatenate(parts)
         return torch.from_numpy(out).to(device)
 

@@ -22,6 +22,7 @@ from psrl.rundir.keys import create_keys
 from psrl.rundir.layout import RunDir
 from psrl.weights.channel import make_publisher as publisher_of_role
 from psrl.weights.channel import make_puller as puller_of_role
+from psrl.weights.channel.select import settle_mode
 from psrl.weights.channel import nixl_available
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
@@ -154,6 +155,7 @@ def test_the_configuration_decides_channel_and_dtype(
     config.psrl.ps_mode = ps_mode
     config.model.dtype = "float32" if dtype else "bfloat16"
     config.gen_actor_rollout_ref.rollout.dtype = dtype
+    settle_mode(config, world.run_dir)
     role = Role(world.run_dir, config, "trainer-0", "here", local=True, attempt="0")
     publisher, puller = publisher_of_role(role, 0, 1), puller_of_role(role, specs(1))
     publisher.serve()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from psrl.config.errors import ConfigError
+from psrl.config.schema import Config
+from psrl.rundir.layout import RunDir
+from psrl.rundir.publish import publish, read_published
 from psrl.weights.channel.base import WeightPublisher, WeightPuller
 from psrl.weights.channel.nixl_agent import nixl_available, prepare_environment
 from psrl.weights.plan import Place, Specs, same_place
@@ -36,11 +41,31 @@ def choose_mode(ps_mode: str, missing: str | None) -> str:
     return "filesystem" if ps_mode == "filesystem" or missing is not None else "nixl"
 
 
+def settle_mode(config: Config, run_dir: RunDir) -> str:
+    """Decide once for the whole run, so that no two roles decide differently. Raises ConfigError if the channel that was
+    asked for by name cannot be had."""
+    note = _note(run_dir)
+    if not note.exists():
+        prepare_environment(None)
+        missing = None if config.psrl.ps_mode == "filesystem" else nixl_available()
+        try:
+            publish(note, choose_mode(config.psrl.ps_mode, missing).encode())
+        except RuntimeError as error:
+            raise ConfigError(f"{error}.") from error
+    return read_published(note).decode()
+
+
 def _mode(role: Role) -> str:
-    if role.config.psrl.ps_mode == "filesystem":
-        return "filesystem"
-    prepare_environment(role.address)
-    return choose_mode(role.config.psrl.ps_mode, nixl_available())
+    """The run's channel; RuntimeError if it is NIXL and NIXL cannot be loaded on this node."""
+    mode = read_published(_note(role.run_dir)).decode()
+    if mode == "nixl":
+        prepare_environment(role.address)
+        return choose_mode(mode, nixl_available())
+    return mode
+
+
+def _note(run_dir: RunDir) -> Path:
+    return run_dir.data / "weight_channel"
 
 
 def make_publisher(role: Role, rank: int, num_ranks: int) -> WeightPublisher:
