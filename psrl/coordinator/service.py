@@ -78,8 +78,8 @@ class Service:
         publish_next_endpoint(role.run_dir, COORDINATOR, endpoint)
         log.info("epoch %d listens at %s: %s", self.epoch, self.server.endpoint, staleness.describe())
 
-    def run(self) -> str:
-        """Serve until the verdict; returns its status."""
+    def run(self) -> None:
+        """Serve until the verdict."""
         tick_s = self.core_config.psrl.status_collection.coordinator_sync_interval_in_ms / 1000
         next_tick = time.monotonic()
         while self.core.ended is None:
@@ -93,7 +93,6 @@ class Service:
             self.core.advance(now)
             self._commit()
         self._conclude()
-        return self.core.ended.status
 
     def _receive(self, timeout_s: float) -> None:
         messages = self.server.poll(timeout_s)
@@ -223,8 +222,9 @@ def replay_state(config: Config, num_prompts: int, ledger: Ledger) -> tuple[Stal
 
 
 def main() -> int:
-    service = Service(start_role())
-    return 0 if service.run() == "completed" else 1
+    """0 once there is a verdict, whatever it says: this process has done its work, and no other one is to take over."""
+    Service(start_role()).run()
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from psrl.protocol.generation import FINISH_REFUSED, AbortRequest, EngineStats, 
 from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
+from psrl.rollout.stream import join_chunks
 from psrl.rundir.keys import load_keys
 from psrl.tasks.prepare import context_length
 from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
@@ -230,26 +231,6 @@ class Instance:
         ):
             self.reported = stats
             self.next_status = clock + self.role.config.psrl.status_collection.engine_sync_interval_in_ms / 1000
-
-
-def join_chunks(chunks: list[TokenChunk]) -> list[TokenChunk]:
-    """One chunk a sample: tokens of several decode steps joined in order. A finished chunk ends its sample's row, so a
-    later request for the same sample starts a new one."""
-    joined: dict[tuple[int, int], TokenChunk] = {}
-    out: list[TokenChunk] = []
-    for chunk in chunks:
-        key = (chunk.group, chunk.sample)
-        if (open_chunk := joined.get(key)) is None:
-            joined[key] = chunk
-            out.append(chunk)
-        else:
-            open_chunk.token_ids += chunk.token_ids
-            open_chunk.logprobs += chunk.logprobs
-            open_chunk.spans += chunk.spans
-            open_chunk.finish = chunk.finish
-        if chunk.finish:
-            joined.pop(key, None)
-    return out
 
 
 def main() -> int:

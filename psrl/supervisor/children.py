@@ -140,11 +140,15 @@ class Children:
                 kill_group(child.process)
                 has_ended(child.process, grace_s)
 
+    def let_end(self) -> None:
+        """From now on every end is expected, and nothing is started again."""
+        for child in self._table.values():
+            child.asked, child.start_at = True, None
+
     def stop_all(self, grace_s: float) -> list[int]:
         """End all children and everything below them (`process.terminate`); returns pids that would not end."""
         running = self._running()
-        for child in self._table.values():
-            child.asked, child.start_at = True, None
+        self.let_end()
         stuck = terminate([self._process(child) for child in running], grace_s)
         for child in running:
             self._forget(child)

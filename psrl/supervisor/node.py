@@ -207,6 +207,7 @@ class NodeSupervisor:
         """Roles have heard the verdict and leave; whoever does not is ended."""
         assert self.verdict is not None
         log.info("the run is over: %s %s", self.verdict.status, self.verdict.cause)
+        self.children.let_end()
         deadline = time.monotonic() + self.leave_grace_s
         while self.children.alive() and time.monotonic() < deadline:
             self.children.poll(0.2)

@@ -29,18 +29,25 @@ END_S = 60.0
 """A run that cannot go on ends within this."""
 
 
-def busy_at(run: Run, instance: str) -> set[int]:
-    """Groups that are really in the making at `instance`: reserved there and still open a little later."""
+def stopped_at_work(run: Run, name: str) -> tuple[psutil.Process, set[int]]:
+    """The process of an instance, stopped in mid-generation, and the groups that it was making."""
 
     def reserved() -> set[int]:
-        return {group for group, reserve in run.open_groups().items() if reserve.instance == instance}
+        return {group for group, reserve in run.open_groups().items() if reserve.instance == name}
 
-    def twice() -> set[int]:
+    def stopped() -> tuple[psutil.Process, set[int]] | None:
         before = reserved()
-        time.sleep(0.2)
-        return before & reserved() if run.version >= 1 else set()
+        if run.version < 1 or not before:
+            return None
+        time.sleep(0.1)
+        process = run.kill(name, signal.SIGSTOP)
+        time.sleep(0.2)  # what had left it is in the ledger now; what is open still can only be here
+        if groups := before & reserved():
+            return process, groups
+        process.resume()
+        return None
 
-    return run.until(twice, f"{instance} was in mid-generation")
+    return run.until(stopped, f"{name} was in mid-generation")
 
 
 def sealed_groups(run: Run) -> dict[int, Group]:
@@ -88,9 +95,9 @@ def test_a_killed_instance_hands_its_samples_over_and_is_restarted_as_often_as_a
 ) -> None:
     run = new_run({**LONG, **gated(tmp_path), "psrl.fault_tolerance.max_restarts": 1})
     run.start()
-    lost = busy_at(run, "instance-0")
+    process, lost = stopped_at_work(run, "instance-0")
     (tmp_path / "closed").touch()
-    run.kill("instance-0")
+    process.kill()
     serves_again(run, "instance-0", tmp_path)
     run.kill("instance-0")
     assert run.wait() == 0
@@ -108,7 +115,7 @@ def test_a_killed_instance_hands_its_samples_over_and_is_restarted_as_often_as_a
 def test_the_last_instance_ends_the_run_even_if_the_coordinator_forgot_the_others(new_run: NewRun) -> None:
     run = new_run({**LONG, "trainer.total_training_steps": 100})
     run.start()
-    busy_at(run, "instance-0")
+    run.until(lambda: run.version >= 1, "a step was done")
     run.kill("instance-0")
     run.until(
         lambda: "instance instance-0 ended by signal SIGKILL" in run.log("coordinator"), "the coordinator heard of it"
@@ -132,9 +139,8 @@ def test_a_hanging_instance_is_passed_over_comes_back_and_is_ended_with_the_run(
         {**LONG, **gated(tmp_path), "psrl.fault_tolerance.heartbeat_timeout_s": 4, "trainer.keep_samples": True}
     )
     run.start()
-    lost = busy_at(run, "instance-0")
+    stopped, lost = stopped_at_work(run, "instance-0")
     (tmp_path / "closed").touch()
-    stopped = run.kill("instance-0", signal.SIGSTOP)
     run.until(lambda: "instance instance-0 is gone" in run.log("coordinator"), "it was given up")
     stopped.resume()
     serves_again(run, "instance-0", tmp_path)
@@ -156,7 +162,7 @@ def test_a_hanging_instance_is_passed_over_comes_back_and_is_ended_with_the_run(
 
 
 def test_coordinator_and_agent_loop_are_restarted_until_their_restarts_are_used_up(new_run: NewRun) -> None:
-    run = new_run({**LONG, "psrl.fault_tolerance.coordinator_max_restarts": 1, "trainer.total_training_steps": 12})
+    run = new_run({**LONG, "psrl.fault_tolerance.coordinator_max_restarts": 1, "trainer.total_training_steps": 20})
     run.start()
     run.until(lambda: run.version >= 1 and run.open_groups(), "groups were in flight")
     run.kill("coordinator")
@@ -183,15 +189,15 @@ def test_coordinator_and_agent_loop_are_restarted_until_their_restarts_are_used_
     assert run.launch() == 0
     report = run.audit()
     assert report.status == "completed" and report.fates["dropped"] == 0
-    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 12
-    assert run.steps() == list(range(1, 13))
+    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 20
+    assert run.steps() == list(range(1, 21))
 
 
 def test_a_killed_trainer_rank_costs_no_prompt_and_trains_none_twice(new_run: NewRun) -> None:
     run = new_run(
         {
             **LONG,
-            "data.task_params": "{size:64}",
+            "data.task_params": "{size:96}",
             "psrl.staleness": 1,
             "psrl.staleness_buffer_entries": 8,
             "trainer.total_training_steps": "null",
@@ -215,9 +221,9 @@ def test_a_killed_trainer_rank_costs_no_prompt_and_trains_none_twice(new_run: Ne
     assert [s.incarnation for s in starts] == [0, 1]
     assert saved.name == f"step_{starts[1].version}" and starts[1].version >= 4
     buffers = trained(records)
-    assert sorted(group.prompt for groups in buffers.values() for group in groups) == list(range(64))
-    assert [len(groups) for groups in buffers.values()] == [8] * 8
-    assert run.steps() == list(range(1, 9))
+    assert sorted(group.prompt for groups in buffers.values() for group in groups) == list(range(96))
+    assert [len(groups) for groups in buffers.values()] == [8] * 12
+    assert run.steps() == list(range(1, 13))
     assert (run.audit().max_lag or 0) <= 1
 
     # No stale weights: every token is at least as new as its group's version, those made after the restart as its checkpoint.
@@ -282,7 +288,7 @@ def test_a_launcher_that_ends_while_the_model_is_made_leaves_no_process(
 
 
 def test_what_holds_the_run_together_may_die_too(new_run: NewRun) -> None:
-    run = new_run({**LONG, **ONE_INSTANCE, "trainer.total_training_steps": 10, "trainer.save_freq": 1})
+    run = new_run({**LONG, **ONE_INSTANCE, "trainer.total_training_steps": 24, "trainer.save_freq": 1})
     # Twice Ctrl-C: a drain that cannot end is cut short.
     run.start()
     run.until(lambda: run.version >= 1, "a step was done")
@@ -312,7 +318,7 @@ def test_what_holds_the_run_together_may_die_too(new_run: NewRun) -> None:
 
     assert run.launch() == 0
     assert run.audit().status == "completed"
-    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 10
+    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 24
     assert run.steps() == list(range(1, 11))
 
 

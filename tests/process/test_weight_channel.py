@@ -22,10 +22,10 @@ from psrl.rundir.keys import create_keys
 from psrl.rundir.layout import RunDir
 from psrl.weights.channel import make_publisher as publisher_of_role
 from psrl.weights.channel import make_puller as puller_of_role
-from psrl.weights.channel.select import settle_mode
 from psrl.weights.channel import nixl_available
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
+from psrl.weights.channel.select import settle_mode
 
 pytestmark = [
     pytest.mark.process,

@@ -1,0 +1,208 @@
+"""Who is there: hellos, losses, deaths, the drain, and the deadlines for all of them."""
+
+from __future__ import annotations
+
+import logging
+
+from psrl.coordinator.staleness import StalenessViolation
+from psrl.coordinator.state import RunState
+from psrl.coordinator.views import AgentView, InstanceView
+from psrl.protocol import control as c
+
+log = logging.getLogger("psrl.coordinator")
+
+CLAIM_GRACE_S = 15.0
+"""After a coordinator restart an open reservation that no agent loop claims in this time returns to the queue."""
+
+
+class Membership(RunState):
+    """Handlers of everything that roles and supervisors say about being there."""
+
+    def lost(self, name: str, cause: str, now_s: float) -> None:
+        """The connection of a role is gone."""
+        if self.ended is not None:  # everybody leaves now
+            return
+        if name in self.placement.instances:
+            self._instance_down(name, cause)
+        elif name in self.placement.agents:
+            held = self.placement.held_by(name)
+            for group in held:
+                self._release(group, "agent_loop_lost", f"{name}: {cause}", requeue=True)
+            del self.placement.agents[name]
+            log.warning(
+                "agent loop %s is gone (%s); its %d groups return to the queue",
+                name,
+                cause,
+                len(held),
+            )
+        elif name == self.trainer or name in self.supervisors:
+            self.missing.setdefault(name, now_s + self.settings.missing_timeout_s)
+
+    def tick(self, now_s: float) -> None:
+        """Deadlines; call it at least every `coordinator_sync_interval_in_ms`."""
+        if now_s - self.started_s >= CLAIM_GRACE_S:
+            for group in self.placement.unclaimed():
+                self._release(group, "unclaimed", requeue=True)
+        for name, deadline_s in self.missing.items():
+            if now_s >= deadline_s:
+                self.end(
+                    "failed",
+                    f"{name} has been unreachable for {self.settings.missing_timeout_s:g} s",
+                )
+        limit_s = self.settings.startup_timeout_s
+        if not (lacking := self._lacking()):
+            self.last_ready_s = now_s
+        elif now_s - self.last_ready_s > limit_s:
+            self.end(
+                "failed",
+                f"{lacking} was not there for psrl.fault_tolerance.startup_timeout_s={limit_s:g} s",
+            )
+
+    def _lacking(self) -> str:
+        """What the run cannot go on without at this moment; "" if nothing."""
+        if not any(i.alive and i.version >= 0 for i in self.placement.instances.values()):
+            return "the trainer" if self.pullable_version < 0 else "a rollout instance with weights"
+        return "" if self.placement.agents else "an agent loop"
+
+    # ---- hello -----------------------------------------------------------------------------------------------
+
+    def _hello(self, sender: str, hello: c.Hello, now_s: float) -> None:
+        before = len(self.outbox)
+        self.missing.pop(sender, None)
+        self.pids[sender] = hello.pid
+        match hello.state:
+            case c.InstanceState() as state:
+                self._instance_hello(sender, state)
+            case c.AgentState() as state:
+                self._agent_hello(sender, state, now_s)
+            case c.TrainerState() as state:
+                self._trainer_hello(sender, state)
+            case c.SupervisorState() as state:
+                self.supervisors.add(sender)
+                for down in state.gone:
+                    self._gone_for_good(down)
+        welcome = c.Welcome(
+            epoch=self.epoch,
+            incarnation=self.staleness.incarnation,
+            hello_sent_s=hello.sent_s,
+            now_s=now_s,
+        )
+        self.outbox.insert(before, (sender, welcome))
+
+    def _instance_hello(self, name: str, state: c.InstanceState) -> None:
+        known = self.placement.instances.get(name)
+        if known is not None and known.alive and known.endpoint != state.endpoint:
+            self._instance_down(name, "a new start of it said hello")
+        if known is None or not known.alive:
+            known = InstanceView(name, state.endpoint, state.max_concurrent)
+            self.placement.add_instance(known)
+            log.info("instance %s is here", name)
+        known.version, known.incarnation, known.pulling, known.draining = (
+            state.version,
+            state.incarnation,
+            -1,
+            False,
+        )
+        self._announce_instances()
+
+    def _agent_hello(self, name: str, state: c.AgentState, now_s: float) -> None:
+        agent = self.placement.agents[name] = AgentView(name)
+        held = {h.group: h for h in state.held}
+        for group, open_group in list(self.placement.groups.items()):
+            if group in held:
+                self.placement.claim(group, name, held[group].on)
+            elif open_group.agent == name:
+                self._release(
+                    group,
+                    "agent_loop_lost",
+                    "it came back without the group",
+                    requeue=True,
+                )
+        for h in state.held:
+            if h.group not in agent.groups:  # sealed in the ledger already, or released: nothing is left to do for it
+                self._say(name, c.GroupAbort(groups=[h.group], reason="closed"))
+            elif h.done is not None:
+                self._group_done(name, h.done, now_s)
+        self._say(
+            name,
+            c.Instances(instances=[i.info() for i in self.placement.instances.values()]),
+        )
+
+    def _trainer_hello(self, name: str, state: c.TrainerState) -> None:
+        self.trainer = name
+        try:
+            starts = self.staleness.start(state.resumed_from, state.start_nonce)
+        except StalenessViolation as error:  # of its checkpoint, not of ours: a restart would meet it again
+            self.end("failed", f"{name} cannot go on: {error}")
+            return
+        if starts:
+            # A new trainer: what its checkpoint does not cover is open again, every instance must pull again.
+            for group in list(self.placement.groups):
+                self._abort(group, "restart")
+            self.waiting_routes.clear()
+            self._apply_all(starts)
+            log.info(
+                "incarnation %d starts at version %d",
+                self.staleness.incarnation,
+                self.staleness.version,
+            )
+        self.pullable_version = -1
+        self._weights_published(state.published)
+        if record := self.staleness.checkpoint(state.checkpoint):
+            self._apply(record)
+        self.wanted_buffer = state.wants
+
+    # ---- deaths, drain, end ----------------------------------------------------------------------------------
+
+    def _leaving(self, sender: str, message: c.Leaving, now_s: float) -> None:
+        self.lost(sender, message.reason or "left", now_s)
+
+    def _child_down(self, sender: str, down: c.ChildDown, now_s: float) -> None:
+        log.warning(
+            "%s %s ended by %s%s",
+            down.role,
+            down.name,
+            down.cause,
+            "; it is started again" if down.restarting else "",
+        )
+        self.counters[f"deaths/{down.role}"] += 1
+        if self.pids.get(down.name) == down.pid:
+            self.lost(down.name, down.cause, now_s)
+        if not down.restarting:
+            self._gone_for_good(down)
+
+    def _gone_for_good(self, down: c.ChildDown) -> None:
+        """No restart is left: the run ends if it cannot do without."""
+        gone = self.gone_for_good.get(down.role, set())
+        gone.add(down.name)
+        if down.role == "trainer":
+            self.end("failed", f"{down.name} ended by {down.cause}")
+        elif down.role == "instance" and len(gone) >= self.settings.num_instances:
+            self.end(
+                "failed",
+                f"the last rollout instance is gone: {down.name} ended by {down.cause}, no restart is left",
+            )
+        elif down.role == "agent_loop" and len(gone) >= self.settings.num_agents:
+            self.end(
+                "failed",
+                f"the last agent loop is gone: {down.name} ended by {down.cause}, no restart is left",
+            )
+
+    def _fatal(self, sender: str, fatal: c.Fatal, now_s: float) -> None:
+        self.end("failed", f"{sender}: {fatal.cause}")
+
+    def _drain(self, sender: str, drain: c.Drain, now_s: float) -> None:
+        if self.draining is not None:
+            return
+        log.warning("draining: %s", drain.reason)
+        self.draining = drain
+        if self.trainer:
+            self._say(self.trainer, c.DrainNow(reason=drain.reason, grace_s=drain.grace_s))
+        else:
+            self.end("interrupted", drain.reason)
+
+    def _trainer_done(self, sender: str, done: c.TrainerDone, now_s: float) -> None:
+        if done.drained:
+            self.end("interrupted", self.draining.reason if self.draining else "drained")
+        else:
+            self.end("completed", "")
