@@ -30,7 +30,7 @@ log = logging.getLogger("psrl.supervisor")
 
 VERDICT_GRACE_S = 5.0
 """After the death of a part that the run cannot do without, the coordinator has this long to end the run."""
-LEAVE_GRACE_S = 15.0
+LEAVE_GRACE_S = 10.0
 """Roles leave by themselves after the verdict; then they are ended."""
 UNHEARD_GRACE_S = 2.0
 """The same when no coordinator was there to tell them."""
@@ -215,7 +215,7 @@ class NodeSupervisor:
                 self.link.poll(0.0)
             except CoordinatorGoneError:
                 break
-        if stuck := self.children.stop_all(5.0):
+        if stuck := self.children.stop_all(1.0):
             log.error("these processes could not be ended: %s", stuck)
         self.link.close()
 

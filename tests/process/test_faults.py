@@ -36,11 +36,12 @@ def stopped_at_work(run: Run, name: str) -> tuple[psutil.Process, set[int]]:
         return {group for group, reserve in run.open_groups().items() if reserve.instance == name}
 
     def stopped() -> tuple[psutil.Process, set[int]] | None:
-        before = reserved()
-        if run.version < 1 or not before:
+        before, process = reserved(), run.find(name)
+        if run.version < 1 or not before or process is None:
             return None
-        time.sleep(0.1)
-        process = run.kill(name, signal.SIGSTOP)
+        worked = process.cpu_times().user + 0.1
+        run.until(lambda: process.cpu_times().user > worked, f"{name} had worked on them")
+        process.suspend()
         time.sleep(0.2)  # what had left it is in the ledger now; what is open still can only be here
         if groups := before & reserved():
             return process, groups
@@ -93,7 +94,9 @@ def serves_again(run: Run, instance: str, directory: Path) -> None:
 def test_a_killed_instance_hands_its_samples_over_and_is_restarted_as_often_as_allowed(
     new_run: NewRun, tmp_path: Path
 ) -> None:
-    run = new_run({**LONG, **gated(tmp_path), "psrl.fault_tolerance.max_restarts": 1})
+    run = new_run(
+        {**LONG, **gated(tmp_path), "psrl.fault_tolerance.max_restarts": 1, "trainer.total_training_steps": 16}
+    )
     run.start()
     process, lost = stopped_at_work(run, "instance-0")
     (tmp_path / "closed").touch()
@@ -107,7 +110,7 @@ def test_a_killed_instance_hands_its_samples_over_and_is_restarted_as_often_as_a
     )
     assert run.outcome.counters["deaths/instance"] == 2
     report = run.audit()
-    assert report.status == "completed" and report.fates["trained"] == report.reserved == 6 * 4
+    assert report.status == "completed" and report.fates["trained"] == report.reserved == 16 * 4
     assert lost <= {group.group for groups in trained(run.records()).values() for group in groups}
     run.nothing_left()
 
@@ -132,11 +135,15 @@ def test_the_last_instance_ends_the_run_even_if_the_coordinator_forgot_the_other
     run.audit()
 
 
-def test_a_hanging_instance_is_passed_over_comes_back_and_is_ended_with_the_run(
-    new_run: NewRun, tmp_path: Path
-) -> None:
+def test_hanging_parts_are_passed_over_come_back_and_are_ended_with_the_run(new_run: NewRun, tmp_path: Path) -> None:
     run = new_run(
-        {**LONG, **gated(tmp_path), "psrl.fault_tolerance.heartbeat_timeout_s": 4, "trainer.keep_samples": True}
+        {
+            **LONG,
+            **gated(tmp_path),
+            "psrl.fault_tolerance.heartbeat_timeout_s": 4,
+            "trainer.keep_samples": True,
+            "trainer.total_training_steps": 16,
+        }
     )
     run.start()
     stopped, lost = stopped_at_work(run, "instance-0")
@@ -144,12 +151,22 @@ def test_a_hanging_instance_is_passed_over_comes_back_and_is_ended_with_the_run(
     run.until(lambda: "instance instance-0 is gone" in run.log("coordinator"), "it was given up")
     stopped.resume()
     serves_again(run, "instance-0", tmp_path)
+
+    loop = run.kill("agent-loop-0", signal.SIGSTOP)
+    run.until(lambda: "agent loop agent-loop-0 is gone" in run.log("coordinator"), "the agent loop was given up")
+    loop.resume()
+    run.until(run.steps_from_now(1), "the run went on with the same agent loop")
+    assert run.find("agent-loop-0") == loop
+
     stopped.suspend()
     assert run.wait() == 0
     run.nothing_left()
     report = run.audit()
-    assert report.fates["trained"] == report.reserved == 6 * 4
-    assert lost <= {group.group for groups in trained(run.records()).values() for group in groups}
+    assert report.fates["trained"] == report.reserved - report.fates["requeued"] == 16 * 4
+    assert {reason for _, reason in report.released} <= {"agent_loop_lost"}
+    assert lost <= {group.group for groups in trained(run.records()).values() for group in groups} | {
+        r.group for r in of(run.records(), Release)
+    }
     # What the stopped process made late is in no response: each is whole, without a gap or a token twice.
     for group in sealed_groups(run).values():
         for sample in group.samples:
@@ -224,7 +241,8 @@ def test_a_killed_trainer_rank_costs_no_prompt_and_trains_none_twice(new_run: Ne
     assert sorted(group.prompt for groups in buffers.values() for group in groups) == list(range(96))
     assert [len(groups) for groups in buffers.values()] == [8] * 12
     assert run.steps() == list(range(1, 13))
-    assert (run.audit().max_lag or 0) <= 1
+    report = run.audit()
+    assert report.coordinator_starts == 2 and (report.max_lag or 0) <= 1
 
     # No stale weights: every token is at least as new as its group's version, those made after the restart as its checkpoint.
     sealed, resumed_at = sealed_groups(run), records.index(starts[1])
@@ -238,10 +256,11 @@ def test_a_killed_trainer_rank_costs_no_prompt_and_trains_none_twice(new_run: Ne
 # ---- the end by the user, and what holds the run together ----------------------------------------------------
 
 
-def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(new_run: NewRun) -> None:
-    run = new_run({**LONG, **ONE_INSTANCE, "trainer.save_freq": 0})
+def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(new_run: NewRun, tmp_path: Path) -> None:
+    run = new_run({**LONG, **ONE_INSTANCE, **gated(tmp_path), "trainer.save_freq": 0})
     run.start()
     run.until(lambda: run.version >= 1, "a step was done")
+    (tmp_path / "closed").touch()
     assert run.second_launcher() == 2
     assert f"run_dir={run.dir.path} is in use by process {run.launcher.pid}" in run.output
     run.interrupt()
@@ -251,6 +270,7 @@ def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(new_run: NewRun
     assert run.outcome.status == "interrupted" and 1 <= done < 6
     saved, _ = newest_complete(run.dir.checkpoints)
     assert saved is not None and saved.name == f"step_{done}"
+    (tmp_path / "closed").unlink()
 
     assert run.launch() == 0
     assert run.outcome.status == "completed" and run.version == 6
@@ -319,7 +339,7 @@ def test_what_holds_the_run_together_may_die_too(new_run: NewRun) -> None:
     assert run.launch() == 0
     assert run.audit().status == "completed"
     assert [len(groups) for groups in trained(run.records()).values()] == [4] * 24
-    assert run.steps() == list(range(1, 11))
+    assert run.steps() == list(range(1, 25))
 
 
 # ---- rewards and data ----------------------------------------------------------------------------------------
