@@ -6,7 +6,13 @@ import math
 
 
 def learning_rate(
-    step: int, *, peak: float, warmup_steps: int, kind: str = "constant", total_steps: int | None = None, min_ratio: float = 0.0
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    kind: str = "constant",
+    total_steps: int | None = None,
+    min_ratio: float = 0.0,
 ) -> float:
     """Rate of optimizer step `step` (from 0): linear warm-up to `peak`, then constant, or a cosine down to
     min_ratio x peak at `total_steps` (SGDR without restarts, Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5).

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.process
 
 
 def psrl(cwd: Path, *args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "psrl.launch", *args], cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-m", "psrl.launch", *args], cwd=cwd, capture_output=True, text=True, timeout=timeout
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,9 @@ def psrl(cwd: Path, *args: str, timeout: float = 120) -> subprocess.CompletedPro
         (["run_dir=/proc/psrl"], ["run_dir=/proc/psrl"]),
     ],
 )  # fmt: skip
-def test_bad_input_is_refused_in_one_sentence_and_leaves_nothing(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+def test_bad_input_is_refused_in_one_sentence_and_leaves_nothing(
+    tmp_path: Path, overrides: list[str], words: list[str]
+) -> None:
     result = psrl(tmp_path, "preset=laptop", "model.tiny.warm_start_steps=0", *overrides)
     assert result.returncode == 2, result.stdout + result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("psrl: ")]
@@ -62,5 +66,8 @@ def test_a_sweep_runs_every_member_in_a_directory_of_its_own(tmp_path: Path) -> 
     assert result.returncode == 0, result.stdout + result.stderr
     configs = sorted(p.read_text() for p in (tmp_path / "runs").glob("*/config.yaml"))
     assert len(configs) == 2
-    assert {line for text in configs for line in text.splitlines() if line.strip().startswith("staleness:")} == {"  staleness: 0", "  staleness: 1"}
+    assert {line for text in configs for line in text.splitlines() if line.strip().startswith("staleness:")} == {
+        "  staleness: 0",
+        "  staleness: 1",
+    }
     assert all("note: a,b" in text for text in configs)

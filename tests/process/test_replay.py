@@ -39,7 +39,8 @@ def replayed(run_dir: Path, world_size: int, store: Path) -> list[dict[str, floa
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "psrl.trainer.replay", str(run_dir)],
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "STORE": str(store), "GLOO_SOCKET_IFNAME": "lo"},
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "STORE": str(store), "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -64,7 +65,13 @@ def test_one_rank_repeats_the_run_and_two_ranks_agree_with_it(recorded: Path, tm
 @pytest.mark.parametrize("ps_mode", ["nixl", "filesystem"])
 def test_two_trainer_ranks_train_end_to_end(recorded: Path, tmp_path: Path, ps_mode: str) -> None:
     run_dir = tmp_path / "run"
-    launch(run_dir, f"model={recorded / 'model'}", "psrl.deployment.train_ngpus_per_node=2", f"psrl.ps_mode={ps_mode}", "trainer.save_freq=4")
+    launch(
+        run_dir,
+        f"model={recorded / 'model'}",
+        "psrl.deployment.train_ngpus_per_node=2",
+        f"psrl.ps_mode={ps_mode}",
+        "trainer.save_freq=4",
+    )
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["steps"] == 8 and summary["max_staleness"] <= 1
     assert summary["transport"].split()[0] == ps_mode
