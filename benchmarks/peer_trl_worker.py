@@ -28,7 +28,7 @@ def longtail_count(text: str, truth: str) -> float:
     wanted, given = ",".join(str(i) for i in range(int(truth), 0, -1)), text.strip()
     if given == wanted:
         return 1.0
-    right = next((i for i, (a, b) in enumerate(zip(wanted, given)) if a != b), min(len(wanted), len(given)))
+    right = next((i for i, (a, b) in enumerate(zip(wanted, given, strict=False)) if a != b), min(len(wanted), len(given)))
     return min(right, len(wanted) - 1) / len(wanted)
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     score = REWARDS[spec["task"]]
 
     def rewards(completions, truth, **_kwargs):
-        return [score(c, t) for c, t in zip(completions, truth)]
+        return [score(c, t) for c, t in zip(completions, truth, strict=True)]
 
     tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     data = Dataset.from_list([{"prompt": p["prompt"], "truth": p["truth"]} for p in spec["prompts"]])
