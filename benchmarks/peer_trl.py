@@ -76,7 +76,7 @@ def make_trl_environment() -> None:
 
 def psrl_command(run_dir: Path, work: dict, *overrides: str) -> list[str]:
     return [
-        sys.executable, "-m", "psrl.launch", "preset=laptop", f"run_dir={run_dir}", "data.reasoning_gym.dataset=null", *work["data"],
+        sys.executable, "-m", "psrl.launch", "preset=laptop", f"run_dir={run_dir}", *work["data"],
         f"psrl.staleness_buffer_entries={GROUPS}", f"psrl.rollout_n={SAMPLES}", "model.tiny.intermediate_size=256",
         f"train_actor_rollout_ref.actor.optim.lr={work['lr']}", "train_actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "trainer.save_freq=0", "trainer.logger=[console]", *overrides,
     ]  # fmt: skip

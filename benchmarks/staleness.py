@@ -24,9 +24,9 @@ COMMON = [
     "preset=laptop", "trainer.logger=[console]", "trainer.save_freq=0", "psrl.deployment.n_rollout_instances=1",
     "psrl.deployment.train_cores=[0]", "psrl.deployment.rollout_cores=[1]",
 ]  # fmt: skip
-SHORT = ["data.reasoning_gym.dataset=chain_sum"]
+SHORT: list[str] = []
 LONG = [
-    "data.reasoning_gym.dataset=null", "data.task=longtail_count", "data.max_prompt_length=32", "data.max_response_length=256",
+    "data.task=longtail_count", "data.max_prompt_length=32", "data.max_response_length=256",
     "model.tiny.warm_start_accuracy=0.6", "psrl.staleness_buffer_entries=8", "psrl.rollout_n=8", "train_actor_rollout_ref.actor.optim.lr=3e-4",
 ]  # fmt: skip
 PARTIAL = "psrl.rollout_coordination.partial_rollout.enable"

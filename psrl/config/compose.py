@@ -26,6 +26,8 @@ ALIASES = {
     ("psrl.ps_mode", "cpu_ref"): "filesystem",
 }
 """Spellings of an earlier system, accepted with one notice."""
+DATA_SOURCES = {"task", "data.task", "data.train_files", "data.reasoning_gym.dataset"}
+"""Whoever names one of these does not get the laptop preset's own task."""
 OPEN = ("data.task_params", "data.reasoning_gym.params")
 """Mappings whose keys belong to the task: any may be set."""
 
@@ -42,7 +44,7 @@ def register_schema() -> None:
 
 
 def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool) -> tuple[list[str], list[str]]:
-    """(overrides for Hydra, notices). Chooses the laptop preset, accepts `model=/a/path` and old spellings.
+    """(overrides for Hydra, notices). Chooses the laptop preset and its task, accepts `model=/a/path` and old spellings.
 
     >>> normalise(["model=/m/q"], has_accelerator=True, on_slurm=False)[0]
     ['model=hf', 'model.path=/m/q']
@@ -62,8 +64,11 @@ def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool
             result.append(f"++{override}")  # Hydra's word for: set it, whether it is there or not
         else:
             result.append(override)
-    chosen = any(o.lstrip("+").partition("=")[0] == "preset" for o in overrides)
-    if not chosen and not has_accelerator and not on_slurm:
+    given = dict(o.lstrip("+").partition("=")[::2] for o in overrides)
+    laptop = "preset" not in given and not has_accelerator and not on_slurm
+    if (laptop or given.get("preset") == "laptop") and not given.keys() & DATA_SOURCES:
+        result.insert(0, "task=chain_sum")
+    if laptop:
         result.insert(0, "preset=laptop")
         notices.append(
             "preset=laptop: neither a GPU nor Slurm is used, so sizes are small (preset=cluster for the shipped defaults)"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 
 def composed(*overrides: str):
-    return OmegaConf.to_object(compose_config(["preset=laptop", *overrides]))
+    return OmegaConf.to_object(compose_config(["preset=laptop", "task=chain_sum", *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,30 @@ def test_values_with_commas_spaces_and_quotes_survive() -> None:
 
 def test_laptop_preset_is_chosen_without_accelerator_and_says_so() -> None:
     overrides, notices = normalise(["psrl.staleness=2"], has_accelerator=False, on_slurm=False)
-    assert overrides == ["preset=laptop", "psrl.staleness=2"]
+    assert overrides == ["preset=laptop", "task=chain_sum", "psrl.staleness=2"]
     assert len(notices) == 1 and "preset=laptop" in notices[0]
     assert normalise([], has_accelerator=True, on_slurm=False) == ([], [])
     assert normalise(["preset=cluster"], has_accelerator=False, on_slurm=False) == (["preset=cluster"], [])
+
+
+@pytest.mark.parametrize(
+    ("given", "task"),
+    [
+        ([], True),
+        (["preset=laptop"], True),
+        (["preset=cluster"], False),
+        (["data.task=digit_sum"], False),
+        (["data.train_files=/d/x.parquet"], False),
+        (["data.reasoning_gym.dataset=gcd"], False),
+        (["data.reasoning_gym.params.max_terms=3"], True),
+    ],
+)
+def test_the_laptop_task_gives_way_to_data_that_is_named(given: list[str], task: bool) -> None:
+    overrides, _ = normalise(given, has_accelerator=False, on_slurm=False)
+    assert ("task=chain_sum" in overrides) is task
+    config = OmegaConf.to_object(compose_config(overrides))
+    assert (config.data.reasoning_gym.dataset == "chain_sum") is task
+    assert ("min_terms" in config.data.reasoning_gym.params) is task
 
 
 def test_old_spellings_are_accepted_with_one_notice() -> None:
