@@ -28,7 +28,9 @@ def longtail_count(text: str, truth: str) -> float:
     wanted, given = ",".join(str(i) for i in range(int(truth), 0, -1)), text.strip()
     if given == wanted:
         return 1.0
-    right = next((i for i, (a, b) in enumerate(zip(wanted, given, strict=False)) if a != b), min(len(wanted), len(given)))
+    right = next(
+        (i for i, (a, b) in enumerate(zip(wanted, given, strict=False)) if a != b), min(len(wanted), len(given))
+    )
     return min(right, len(wanted) - 1) / len(wanted)
 
 
