@@ -38,7 +38,6 @@ class Feed:
         self.drain: c.DrainNow | None = None
         self.over: c.Shutdown | None = None
         self.done: c.TrainerDone | None = None
-        self.last_checkpoint_s = 0.0
         self.link = CoordinatorLink(role.run_dir, "trainer", role.name, self._state, role.config.psrl.fault_tolerance)
 
     def open(self) -> c.Welcome:
@@ -65,7 +64,7 @@ class Feed:
 
     def checkpointed(self, version: int, seconds: float) -> None:
         """The checkpoint at `version` is complete."""
-        self.checkpoint_version, self.last_checkpoint_s = version, seconds
+        self.checkpoint_version = version
         self.link.send(c.CheckpointDone(version=version, seconds=seconds))
 
     def next(self, buffer: int, alive: Callable[[], object]) -> Order:

@@ -71,7 +71,7 @@ class Trainer:
         incarnation = self._meet()
         self.publisher.serve()
         self._publish(incarnation)
-        drained = False
+        drained, may_save = False, True
         while self.total_steps is None or self.version < self.total_steps:
             begun = time.monotonic()
             order = self._next_order()
@@ -79,13 +79,13 @@ class Trainer:
             if isinstance(order, c.Shutdown):
                 return
             if isinstance(order, c.DrainNow):
-                drained = True
+                drained, may_save = True, order.grace_s > 0
                 break
             if not order.groups:
                 log.info("the data is used up after %d steps", self.version)
                 break
             self._train(order, incarnation, begun)
-        if self.checkpoint_version != self.version:
+        if self.checkpoint_version != self.version and may_save:
             self._save()
             self._mark_complete()
         if self.feed is not None:
@@ -132,6 +132,9 @@ class Trainer:
     def _next_order(self) -> Order:
         if self.feed is not None:
             order = self.feed.next(self.version, alive=lambda: broadcast_order(None, 0, self.world_size))
+            if isinstance(order, c.DrainNow) and self.save_s > order.grace_s / 2:
+                log.warning("no checkpoint: the last one took %.1f s, %.1f s are left", self.save_s, order.grace_s)
+                order = c.DrainNow(reason=order.reason, grace_s=0.0)  # every rank hears the same
             broadcast_order(order, 0, self.world_size)
             return order
         while (heard := broadcast_order(None, self.rank, self.world_size)) is None:
