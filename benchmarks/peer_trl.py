@@ -147,16 +147,18 @@ def report(args: argparse.Namespace, work: dict, rounds: dict[str, list[dict]]) 
     def median(side: str, key: str) -> float:
         return statistics.median(r[key] for r in rounds[side])
 
-    def reward(side: str) -> float:
-        return statistics.median(statistics.fmean(r["rewards"][-10:]) for r in rounds[side])
+    def reward(side: str, steps: int) -> float:
+        return statistics.median(statistics.fmean(r["rewards"][-steps:]) for r in rounds[side])
 
     print(describe_machine())
     print(
         f"task {args.work}: {GROUPS} prompts x {SAMPLES} samples a step, at most {work['max_tokens']} new tokens, {args.steps} steps, {args.rounds} rounds"
     )
-    print(f"{'':6} {'samples/s':>10} {'step s':>8} {'reward, last 10 steps':>22}")
+    print(f"{'':6} {'samples/s':>10} {'step s':>8} {'reward, all steps':>18} {'last 20':>8}")
     for side in ("trl", "psrl"):
-        print(f"{side:6} {median(side, 'samples_per_s'):10.0f} {median(side, 'step_s'):8.3f} {reward(side):22.3f}")
+        print(
+            f"{side:6} {median(side, 'samples_per_s'):10.0f} {median(side, 'step_s'):8.3f} {reward(side, 0):18.3f} {reward(side, 20):8.3f}"
+        )
     ratio = median("psrl", "samples_per_s") / median("trl", "samples_per_s")
     print(
         f"psrl / trl = {ratio:.2f} (goal {work['goal']:.1f}); per round: "
