@@ -20,8 +20,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from psrl.config.checks import check_resume
-from psrl.config.compose import flatten
 from psrl.config.errors import ConfigError
+from psrl.config.flat import flatten
 from psrl.config.schema import Config
 from psrl.outcome import COMPLETED, FAILED, INTERRUPTED, Outcome, archive_outcome, publish_outcome, read_outcome
 from psrl.role import load_config

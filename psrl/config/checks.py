@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from psrl.config.compose import flatten
 from psrl.config.errors import ConfigError
+from psrl.config.flat import flatten
 from psrl.config.schema import Config
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -112,7 +112,7 @@ def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:
 def check_resume(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse to go on in a run directory that was started with another configuration.
 
-    `before` and `now` are flattened (psrl.config.compose.flatten)."""
+    `before` and `now` are flattened (psrl.config.flat.flatten)."""
     changed = [
         key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(MAY_CHANGE)
     ]

@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -17,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from psrl.config.errors import ConfigError
+from psrl.config.flat import flatten
 from psrl.config.help import documented_keys
 from psrl.config.schema import Config
 
@@ -115,17 +115,6 @@ def _refuse_unknown(config: DictConfig) -> None:
             key.startswith(f"{k}.") for k, e in known.items() if e.type_name == "a mapping"
         ):
             raise ConfigError(f"Unknown key {key}: `python -m psrl.launch --help` lists every key.")
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings to dotted keys; empty mappings and lists are values. `flatten({"a": {"b": 1}}) == {"a.b": 1}`."""
-    if isinstance(tree, dict) and (tree or not prefix):
-        return {
-            k: v
-            for name, sub in tree.items()
-            for k, v in flatten(sub, f"{prefix}.{name}" if prefix else str(name)).items()
-        }
-    return {prefix: tree}
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:

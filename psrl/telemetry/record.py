@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from psrl.config.flat import flatten
 from psrl.telemetry.incidents import read_incidents
 from psrl.telemetry.metrics import Row, read_metrics
 from psrl.telemetry.summary import summarise
@@ -64,17 +65,6 @@ def load_run(run_dir: Path, counts: Mapping[str, int] | None = None, audit: str 
     summary = summarise(rows, tracks, counts, outcome, transport=_transport(meta, tracks))
     config, defaults = configuration(run_dir / "config.yaml")
     return RunRecord(run_dir, rows, tracks, summary, config, defaults, incidents, audit)
-
-
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """`flatten({"a": {"b": 1}}) == {"a.b": 1}`; an empty mapping is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def configuration(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,8 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from psrl.config.checks import check, check_data_size, check_resume
-from psrl.config.compose import compose_config, conf_dir, flatten, normalise
+from psrl.config.compose import compose_config, conf_dir, normalise
 from psrl.config.errors import ConfigError
+from psrl.config.flat import flatten
 from psrl.config.help import documented_keys, render_help
 
 pytestmark = pytest.mark.unit

@@ -105,6 +105,18 @@ def started(**kwargs) -> tuple[Run, list[c.Assignment]]:
     return run, assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
 
 
+def restarted(run: Run) -> Run:
+    """The coordinator's next start: only what the journal holds is left."""
+    again = Run()
+    for record in run.records:
+        again.core.staleness.apply(record)
+        again.core.prompts.apply(record)
+    again.core = Coordinator(
+        SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0
+    )
+    return again
+
+
 def test_instances_pull_before_anything_is_dispatched() -> None:
     run = Run()
     assert of(run.instance("instance-0"), c.Pull) == []
@@ -259,13 +271,7 @@ def test_a_lost_agent_loop_returns_its_prompts_once() -> None:
 
 def test_a_coordinator_restart_keeps_what_the_agent_loop_holds() -> None:
     run, groups = started()
-    again = Run()
-    for record in run.records:
-        again.core.staleness.apply(record)
-        again.core.prompts.apply(record)
-    again.core = Coordinator(
-        SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0
-    )
+    again = restarted(run)
     again.instance("instance-0", version=0)
     again.instance("instance-1", version=0)
     again.trainer(published=0, wants=0)
@@ -279,13 +285,7 @@ def test_a_coordinator_restart_keeps_what_the_agent_loop_holds() -> None:
 
 def test_reservations_that_nobody_claims_return_to_the_queue() -> None:
     run, groups = started()
-    again = Run()
-    for record in run.records:
-        again.core.staleness.apply(record)
-        again.core.prompts.apply(record)
-    again.core = Coordinator(
-        SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0
-    )
+    again = restarted(run)
     again.instance("instance-0", version=0)
     again.trainer()
     assert assigned(again.hello("agent_loop", "agent-loop-0", c.AgentState())) == []
