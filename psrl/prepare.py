@@ -1,6 +1,8 @@
 """Before any role starts: the model and the prompts of a run. `python -m psrl.prepare RUN_DIR`; doing it again is cheap.
 
 Runs as a process of its own, so that the launcher stays small and bad input is told before anything else happens.
+`--check -` only checks data, reward and model, of a configuration on standard input: what can be told before a
+submission, where no run directory is there yet and the machine may be a small one.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from pathlib import Path
 
 from psrl.config.checks import check_data_size
 from psrl.config.errors import ConfigError
-from psrl.models.resolve import resolve_model
+from psrl.config.schema import Config
+from psrl.models.resolve import check_model, resolve_model
 from psrl.models.tokenizer import load_tokenizer
-from psrl.role import load_config, setup_logging
+from psrl.role import load_config, parse_config, setup_logging
 from psrl.rollout.scoring import check_scoring
 from psrl.rundir.layout import RunDir
 from psrl.supervisor.process import die_with_parent
+from psrl.tasks.base import Task
 from psrl.tasks.prepare import prepare
 from psrl.tasks.registry import build_task, task_spec
 from psrl.weights.channel.select import settle_mode
@@ -30,27 +34,40 @@ EXIT_REFUSED = 2
 def prepare_run(run_dir: RunDir) -> None:
     """Check task and reward, make or find the model, write the prompt file. Raises ConfigError with one sentence."""
     config = load_config(run_dir)
-    task = build_task(task_spec(config))
-    enough = config.psrl.staleness_buffer_entries
-    check_data_size(config, sum(1 for _ in islice(task.items(), enough)), skipped=0)  # before anything slow
-    check_scoring(config)
+    task = check_inputs(config)
     settle_mode(config, run_dir)
     model = resolve_model(config, run_dir)
     stats = prepare(config, task, load_tokenizer(model.path), run_dir.data / PROMPTS)
     check_data_size(config, stats.kept, stats.skipped)
 
 
+def check_inputs(config: Config) -> Task:
+    """The task, if its data fills a buffer, its rewards can be computed and the model is there. ConfigError if not."""
+    task = build_task(task_spec(config))
+    enough = config.psrl.staleness_buffer_entries
+    check_data_size(config, sum(1 for _ in islice(task.items(), enough)), skipped=0)  # before anything slow
+    check_model(config)
+    check_scoring(config)
+    return task
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, help="leave when this process is gone")
+    parser.add_argument(
+        "--check", action="store_true", help="only check a configuration; RUN_DIR is - for standard input"
+    )
     args = parser.parse_args()
     if args.parent is not None:
         die_with_parent(args.parent)
     os.umask(0o077)
     setup_logging("prepare")
     try:
-        prepare_run(RunDir(args.run_dir.resolve()))
+        if args.check:
+            check_inputs(parse_config(sys.stdin.read()))
+        else:
+            prepare_run(RunDir(args.run_dir.resolve()))
         return 0
     except ConfigError as error:
         print(f"psrl: {error}", file=sys.stderr)

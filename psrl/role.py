@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from psrl.config.schema import Config
 from psrl.net.addresses import bind_address
+from psrl.outcome import current_attempt
 from psrl.rundir.layout import RunDir
 
 
@@ -42,7 +43,12 @@ class Role:
 
 def load_config(run_dir: RunDir) -> Config:
     """The configuration that this run was started with."""
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run_dir.config))
+    return parse_config(run_dir.config.read_text())
+
+
+def parse_config(text: str) -> Config:
+    """A resolved configuration from its YAML."""
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
     return OmegaConf.to_object(merged)  # type: ignore[return-value]
 
 
@@ -56,7 +62,7 @@ def start_role(argv: Sequence[str] | None = None) -> Role:
     run_dir = RunDir(args.run_dir.resolve())
     node = os.environ.get("PSRL_NODE", socket.gethostname())
     local = os.environ.get("PSRL_LOCAL") == "1"
-    return Role(run_dir, load_config(run_dir), args.name, node, local, os.environ.get("PSRL_ATTEMPT", "0"))
+    return Role(run_dir, load_config(run_dir), args.name, node, local, current_attempt())
 
 
 def setup_logging(name: str, stream=None) -> None:

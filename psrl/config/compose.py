@@ -10,7 +10,9 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -91,20 +93,32 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
     return config
 
 
+def sweep_members(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each member of a sweep, as Hydra's own sweeper multiplies them out.
+
+    >>> sweep_members(["psrl.staleness=0,1", "note='a,b'"])
+    [['psrl.staleness=0', "note='a,b'"], ['psrl.staleness=1', "note='a,b'"]]
+    """
+    batches = BasicSweeper.split_arguments([_parse(override) for override in overrides], max_batch_size=None)
+    return [list(member) for batch in batches for member in batch]
+
+
 def _parse_each(overrides: Sequence[str]) -> None:
-    parser = OverridesParser.create()
     for override in overrides:
-        try:
-            parsed = parser.parse_override(override)
-        except HydraException as error:
-            reason = _first_line(str(error.__cause__ or error))
-            raise ConfigError(
-                f"Cannot read the override {override!r}: {reason}; quote the value as in 'note=\"a=b\"'."
-            ) from error
-        if parsed.is_sweep_override():
+        if _parse(override).is_sweep_override():
             raise ConfigError(
                 f"{override} names several values: sweeps need -m, and a comma inside a value needs quotes as in 'note=\"a,b\"'."
             )
+
+
+def _parse(override: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        reason = _first_line(str(error.__cause__ or error))
+        raise ConfigError(
+            f"Cannot read the override {override!r}: {reason}; quote the value as in 'note=\"a=b\"'."
+        ) from error
 
 
 def _refuse_unknown(config: DictConfig) -> None:

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import sys
 import typing
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +22,31 @@ class DocumentedKey:
     doc: str
 
 
+_sections: dict[str, type] = {"": schema.Config}
+
+
+def add_section(prefix: str, cls: type) -> None:
+    """Document the keys of another dataclass too, for example those of a launcher under `hydra.launcher.`."""
+    _sections[prefix] = cls
+    documented_keys.cache_clear()
+
+
 @functools.cache
 def documented_keys() -> dict[str, DocumentedKey]:
     """Dotted key -> its documentation; `documented_keys()["psrl.staleness"].default == 0`."""
-    texts = _field_texts(inspect.getsource(schema))
-    return {entry.key: entry for entry in _walk(schema.Config, "", texts)}
+    entries: dict[str, DocumentedKey] = {}
+    for prefix, cls in _sections.items():
+        texts = _field_texts(inspect.getsource(sys.modules[cls.__module__]))
+        entries |= {entry.key: entry for entry in _walk(cls, prefix, texts)}
+    return entries
 
 
 def render_help() -> str:
     """What `--help` prints."""
     lines = [
         "python -m psrl.launch [KEY=VALUE ...]            train here; the same run_dir= again resumes",
+        "python -m psrl.launch -m KEY=V1,V2 [...]         a sweep: one run for each combination",
+        "python -m psrl.launch -m hydra/launcher=submitit_slurm [...]   the same as jobs of Slurm, one a run",
         "python -m psrl.launch --cfg job [KEY=VALUE ...]  print the composed configuration",
         "",
         "model=tiny | smollm2_135m | /a/huggingface/directory        preset=laptop | cluster",

@@ -59,6 +59,12 @@ class LogProbConfig:
 class DeploymentConfig:
     n_rollout_instances: int = 2
     """Rollout instances, each with an engine of its own."""
+    rollout_nnodes_per_instance: int = 1
+    """Nodes that one instance spans; 1: an instance lives on one node."""
+    rollout_ngpus_per_node_per_instance: int = 1
+    """GPUs of one instance (on a CPU it counts places of a node)."""
+    rollout_ngpus_per_node: int = 8
+    """GPUs (or places) of a rollout node that instances may use; with the two keys above it gives the number of rollout nodes."""
     train_nnodes: int = 1
     """Trainer nodes."""
     train_ngpus_per_node: int = 1
@@ -95,6 +101,8 @@ class FaultToleranceConfig:
     """Longest time without a single instance that has weights, or without any agent loop: at the start or later."""
     drain_grace_s: float = 30.0
     """Time for a drain (Ctrl-C, SIGTERM) to flush, seal and checkpoint."""
+    join_wait_s: float = 600.0
+    """`python -m psrl.join` waits this long for a run that is not there, or not there any more, and then leaves."""
 
 
 @dataclass

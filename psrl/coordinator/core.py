@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from psrl.coordinator.membership import CLAIM_GRACE_S, Membership
+from psrl.coordinator.joiners import CLAIM_GRACE_S
+from psrl.coordinator.membership import Membership
 from psrl.coordinator.routing import eligible
 from psrl.coordinator.staleness import Entry
 from psrl.coordinator.state import Settings
@@ -29,7 +30,8 @@ QUARANTINE_S = 2.0
 class Coordinator(Membership):
     """One run's coordinator. Feed it with `handle`, `lost`, `tick`; take `records` and `outbox` after each.
 
-    `RunState` holds what is known, `Membership` who is there; here is what happens to groups, instances and buffers.
+    `RunState` holds what is known, `Joiners` who comes and goes, `Membership` who is there; here is what happens to
+    groups, instances and buffers.
     """
 
     # ---- what the service calls ------------------------------------------------------------------------------
@@ -47,6 +49,7 @@ class Coordinator(Membership):
             return
         self._sync(now_s)
         self._route_waiting()
+        self._dismiss()
         if self.draining is None:
             self._dispatch()
             self._ship()
@@ -121,7 +124,7 @@ class Coordinator(Membership):
         """Reserve and hand out new groups while an instance, an agent loop, a prompt and a place are there."""
         batch: dict[str, list[c.Assignment]] = {}
         n = self.settings.samples_per_group
-        while self.placement.agents and (position := self.prompts.peek()) is not None:
+        while (agent := self.placement.least_busy_agent()) and (position := self.prompts.peek()) is not None:
             candidates = self._candidates(n, 0)
             admissible = {v for v in {i.version for i in candidates} if self.staleness.can_reserve(v)}
             candidates = [i for i in candidates if i.version in admissible]
@@ -138,8 +141,7 @@ class Coordinator(Membership):
             if reserve is None:
                 break
             self._apply(reserve)
-            agent = self.placement.least_busy_agent().name
-            self.placement.open(reserve.group, position, reserve.version, agent, {instance.name: n})
+            self.placement.open(reserve.group, position, reserve.version, agent.name, {instance.name: n})
             assignment = c.Assignment(
                 group=reserve.group,
                 data_epoch=reserve.data_epoch,
@@ -150,9 +152,9 @@ class Coordinator(Membership):
                 instance=instance.name,
                 attempt=reserve.attempt,
             )
-            batch.setdefault(agent, []).append(assignment)
-        for agent, groups in batch.items():
-            self._say(agent, c.Assign(groups=groups))
+            batch.setdefault(agent.name, []).append(assignment)
+        for name, groups in batch.items():
+            self._say(name, c.Assign(groups=groups))
 
     def _sample_moves(self, sender: str, moves: c.SampleMoves, now_s: float) -> None:
         for group, instance, count in moves.left:
@@ -250,6 +252,7 @@ class Coordinator(Membership):
         c.Fatal: Membership._fatal,
         c.ChildDown: Membership._child_down,
         c.Drain: Membership._drain,
+        c.Leave: Membership._leave,
         c.InstanceStatus: _instance_status,
         c.PullStarted: _pull_started,
         c.PullDone: _pull_done,

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 
+from psrl.coordinator.joiners import CLAIM_GRACE_S, Joiners
 from psrl.coordinator.staleness import StalenessViolation
-from psrl.coordinator.state import RunState
 from psrl.coordinator.views import AgentView, InstanceView
 from psrl.protocol import control as c
 
 log = logging.getLogger("psrl.coordinator")
 
-CLAIM_GRACE_S = 15.0
-"""After a coordinator restart an open reservation that no agent loop claims in this time returns to the queue."""
 
-
-class Membership(RunState):
+class Membership(Joiners):
     """Handlers of everything that roles and supervisors say about being there."""
 
     def lost(self, name: str, cause: str, now_s: float) -> None:
         """The connection of a role is gone."""
         if self.ended is not None:  # everybody leaves now
             return
-        if name in self.placement.instances:
+        if name in self.joined:
+            self._joiner_gone(name, cause)
+        elif name in self.placement.instances:
             self._instance_down(name, cause)
         elif name in self.placement.agents:
             held = self.placement.held_by(name)
@@ -39,7 +38,8 @@ class Membership(RunState):
             self.missing.setdefault(name, now_s + self.settings.missing_timeout_s)
 
     def tick(self, now_s: float) -> None:
-        """Deadlines; call it at least every `coordinator_sync_interval_in_ms`."""
+        """Deadlines; call it at least every `coordinator_sync_interval_in_ms`. An open reservation that no agent loop
+        has claimed `CLAIM_GRACE_S` after a coordinator restart returns to the queue."""
         if now_s - self.started_s >= CLAIM_GRACE_S:
             for group in self.placement.unclaimed():
                 self._release(group, "unclaimed", requeue=True)
@@ -49,6 +49,7 @@ class Membership(RunState):
                     "failed",
                     f"{name} has been unreachable for {self.settings.missing_timeout_s:g} s",
                 )
+        self._check_last(now_s)
         limit_s = self.settings.startup_timeout_s
         if not (lacking := self._lacking()):
             self.last_ready_s = now_s
@@ -60,7 +61,7 @@ class Membership(RunState):
 
     def _lacking(self) -> str:
         """What the run cannot go on without at this moment; "" if nothing."""
-        if not any(i.alive and i.version >= 0 for i in self.placement.instances.values()):
+        if not any(i.version >= 0 for i in self.placement.instances.values()):
             return "the trainer" if self.pullable_version < 0 else "a rollout instance with weights"
         return "" if self.placement.agents else "an agent loop"
 
@@ -77,6 +78,8 @@ class Membership(RunState):
                 self._agent_hello(sender, state, now_s)
             case c.TrainerState() as state:
                 self._trainer_hello(sender, state)
+            case c.SupervisorState(joined=True) as state:
+                self._joiner_hello(sender, state)
             case c.SupervisorState() as state:
                 self.supervisors.add(sender)
                 for down in state.gone:
@@ -88,12 +91,15 @@ class Membership(RunState):
             now_s=now_s,
         )
         self.outbox.insert(before, (sender, welcome))
+        if sender in self.leaving:
+            self._retire(sender, "its supervisor leaves")
 
     def _instance_hello(self, name: str, state: c.InstanceState) -> None:
         known = self.placement.instances.get(name)
-        if known is not None and known.alive and known.endpoint != state.endpoint:
+        if known is not None and known.endpoint != state.endpoint:
             self._instance_down(name, "a new start of it said hello")
-        if known is None or not known.alive:
+            known = None
+        if known is None:
             known = InstanceView(name, state.endpoint, state.max_concurrent)
             self.placement.add_instance(known)
             log.info("instance %s is here", name)
@@ -103,6 +109,7 @@ class Membership(RunState):
             -1,
             False,
         )
+        known.leaving = known.leaving or state.retiring
         self._announce_instances()
 
     def _agent_hello(self, name: str, state: c.AgentState, now_s: float) -> None:
@@ -169,27 +176,25 @@ class Membership(RunState):
         if self.pids.get(down.name) == down.pid:
             self.lost(down.name, down.cause, now_s)
         if not down.restarting:
-            self._gone_for_good(down)
+            if sender in self.joined:
+                self._joined_child_gone(sender, down.name)
+            else:
+                self._gone_for_good(down)
+            self._check_last(now_s)
 
     def _gone_for_good(self, down: c.ChildDown) -> None:
-        """No restart is left: the run ends if it cannot do without."""
-        gone = self.gone_for_good.get(down.role, set())
-        gone.add(down.name)
+        """A role that the run counts on has no restart left: without a trainer rank the run ends."""
         if down.role == "trainer":
             self.end("failed", f"{down.name} ended by {down.cause}")
-        elif down.role == "instance" and len(gone) >= self.settings.num_instances:
-            self.end(
-                "failed",
-                f"the last rollout instance is gone: {down.name} ended by {down.cause}, no restart is left",
-            )
-        elif down.role == "agent_loop" and len(gone) >= self.settings.num_agents:
-            self.end(
-                "failed",
-                f"the last agent loop is gone: {down.name} ended by {down.cause}, no restart is left",
-            )
+        elif down.role in self.gone_for_good:
+            self.gone_for_good[down.role][down.name] = down.cause
 
     def _fatal(self, sender: str, fatal: c.Fatal, now_s: float) -> None:
-        self.end("failed", f"{sender}: {fatal.cause}")
+        """The run ends, unless the sender joined: then its node may be at fault, and all that joined with it go."""
+        if joiner := self._joiner_of(sender):
+            self._refuse(joiner, f"{sender}: {fatal.cause}")
+        else:
+            self.end("failed", f"{sender}: {fatal.cause}")
 
     def _drain(self, sender: str, drain: c.Drain, now_s: float) -> None:
         if self.draining is not None:

@@ -69,14 +69,12 @@ class Placement:
         self.instances[view.name] = view
         view.in_flight = sum(g.on.get(view.name, 0) for g in self.groups.values())
 
-    def instance_gone(self, name: str) -> None:
-        """Its samples are nowhere until they are routed again."""
-        view = self.instances[name]
-        view.alive, view.version, view.pulling, view.draining = False, -1, -1, False
+    def remove_instance(self, name: str) -> InstanceView:
+        """It is gone: its samples are nowhere until they are routed again. Returns what was known of it."""
         for group in self.groups.values():
             if name in group.on:
                 self._move(group, {i: n for i, n in group.on.items() if i != name})
-        view.in_flight = 0
+        return self.instances.pop(name)
 
     def held_by(self, agent: str) -> list[int]:
         return sorted(self.agents[agent].groups)
@@ -84,8 +82,10 @@ class Placement:
     def unclaimed(self) -> list[int]:
         return [number for number, group in self.groups.items() if not group.agent]
 
-    def least_busy_agent(self) -> AgentView:
-        return min(self.agents.values(), key=lambda a: (len(a.groups), a.name))
+    def least_busy_agent(self) -> AgentView | None:
+        """The one with the fewest groups; None if every agent loop leaves, or none is there."""
+        staying = (a for a in self.agents.values() if not a.leaving)
+        return min(staying, key=lambda a: (len(a.groups), a.name), default=None)
 
     def _move(self, group: OpenGroup, on: Mapping[str, int]) -> None:
         for name in {*group.on, *on}:

@@ -1,6 +1,6 @@
 """Which instance takes the next samples: pure choices behind one protocol.
 
-A method sees only instances that may take the work (alive, weights of this incarnation, room left); what "may" means
+A method sees only instances that may take the work (not leaving, weights of this incarnation, room left); what "may" means
 is `eligible`, the same for every method.
 """
 
@@ -77,7 +77,7 @@ def eligible(
     return [
         i
         for i in instances
-        if i.alive
+        if not i.leaving
         and i.incarnation == incarnation
         and i.version >= max(min_version, 0)
         and not i.draining

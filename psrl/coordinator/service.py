@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 
 from psrl.config.schema import Config
@@ -17,6 +18,8 @@ from psrl.coordinator.prompts import PromptSource, steps_in_data
 from psrl.coordinator.records import AnyRecord, Checkpoint, End, Occupy, Start, Take
 from psrl.coordinator.routing import make_router
 from psrl.coordinator.staleness import Staleness
+from psrl.deployment import total_agent_loops
+from psrl.net.limits import RESERVE
 from psrl.net.link import COORDINATOR
 from psrl.net.server import Server
 from psrl.outcome import Outcome, publish_outcome
@@ -33,6 +36,10 @@ DURABLE = (Occupy, Take, Checkpoint, Start, End)
 """Records that must be on disk before anybody hears of them. A reservation or publication that is lost with the whole
 machine is made again; a process that dies loses neither, since every record is written before it is spoken of."""
 FENCE_CHECK_S = 5.0
+DESCRIPTORS_PER_INSTANCE = 5
+"""Of an agent loop, for its connection with one instance."""
+LARGEST_FLEET = 20_000
+"""Instances; the socket library allows an agent loop hardly more connections."""
 FAREWELL_S = 2.0
 """After the verdict the loop goes on this long at most, so that a role which is just connecting hears it too."""
 
@@ -155,7 +162,10 @@ class Service:
         log.info("the run is over: %s %s", verdict.status, verdict.cause)
         until = time.monotonic() + FAREWELL_S
         # Supervisors stay until this process has ended.
-        while self.peers.keys() - self.core.supervisors and (left := until - time.monotonic()) > 0:
+        while (
+            self.peers.keys() - self.core.supervisors - self.core.joined.keys()
+            and (left := until - time.monotonic()) > 0
+        ):
             self._receive(left)
             self._commit()
         self.server.close()
@@ -171,7 +181,14 @@ def previous_port(role: Role) -> int | None:
 def expected_peers(config: Config) -> int:
     """Connections to expect, with room for as many again that join later."""
     d = config.psrl.deployment
-    return 2 * (d.n_rollout_instances * (1 + d.n_agent_loops) + d.train_nnodes) + 64
+    return 2 * (2 * d.n_rollout_instances + total_agent_loops(d) + d.train_nnodes) + 64
+
+
+def fleet_limit(open_files: int) -> int:
+    """Most instances at a time where a process may have so many open files (RLIM_INFINITY: as many as it likes)."""
+    if open_files == resource.RLIM_INFINITY:
+        return LARGEST_FLEET
+    return min(LARGEST_FLEET, (open_files - RESERVE) // DESCRIPTORS_PER_INSTANCE)
 
 
 def settings(config: Config) -> Settings:
@@ -186,7 +203,8 @@ def settings(config: Config) -> Settings:
         max_group_retries=p.max_group_retries,
         drop_last=config.data.drop_last,
         num_instances=p.deployment.n_rollout_instances,
-        num_agents=p.deployment.n_agent_loops,
+        num_agents=total_agent_loops(p.deployment),
+        max_instances=fleet_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         startup_timeout_s=p.fault_tolerance.startup_timeout_s,
         missing_timeout_s=p.fault_tolerance.heartbeat_timeout_s,
     )

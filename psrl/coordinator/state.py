@@ -33,6 +33,8 @@ class Settings:
     drop_last: bool
     num_instances: int
     num_agents: int
+    max_instances: int
+    """Most instances at a time: each agent loop is connected with all of them."""
     startup_timeout_s: float
     """Longest time without an instance that has weights, or without an agent loop: at the start or later."""
     missing_timeout_s: float
@@ -60,16 +62,18 @@ class RunState:
         self.outbox: list[tuple[str, c.Message]] = []
         self.placement = Placement()
         self.supervisors: set[str] = set()
+        self.joined: dict[str, set[str]] = {}
+        """Supervisors that came to the running run, each with its children; one that was refused has none."""
+        self.leaving: set[str] = set()
+        """Children that leave on purpose, those that have not yet said hello among them."""
         self.trainer = ""
         self.pullable_version = -1
         self.wanted_buffer = -1
         self.waiting_routes: deque[tuple[str, int, int]] = deque()
         self.counters: Counter[str] = Counter()
         self.missing: dict[str, float] = {}
-        self.gone_for_good: dict[str, set[str]] = {
-            "instance": set(),
-            "agent_loop": set(),
-        }
+        self.gone_for_good: dict[str, dict[str, str]] = {"instance": {}, "agent_loop": {}}
+        """Of what psrl.deployment counts, by role: name -> cause, the newest last."""
         self.draining: c.Drain | None = None
         self.ended: c.Shutdown | None = None
         self.pids: dict[str, int] = {}
@@ -85,6 +89,7 @@ class RunState:
                 *self.placement.agents,
                 *self.placement.instances,
                 *self.supervisors,
+                *self.joined,
                 self.trainer,
             } - {""}:
                 self._say(name, self.ended)
@@ -106,13 +111,15 @@ class RunState:
         self.pullable_version = max(self.pullable_version, version)
 
     def _instance_down(self, name: str, cause: str) -> None:
-        if self.placement.instances[name].alive:
-            log.warning("instance %s is gone (%s); its requests go to others", name, cause)
-            self.placement.instance_gone(name)
-            self._announce_instances()
+        log.warning("instance %s is gone (%s); its requests go to others", name, cause)
+        self._remove_instance(name)
 
-    def _announce_instances(self) -> None:
-        message = c.Instances(instances=[i.info() for i in self.placement.instances.values()])
+    def _remove_instance(self, name: str) -> None:
+        gone = self.placement.remove_instance(name)
+        self._announce_instances(gone.info(alive=False))
+
+    def _announce_instances(self, *gone: c.InstanceInfo) -> None:
+        message = c.Instances(instances=[*gone, *(i.info() for i in self.placement.instances.values())])
         for name in self.placement.agents:
             self._say(name, message)
 

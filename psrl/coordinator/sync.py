@@ -11,11 +11,11 @@ def greedy_pulls(
     instances: Iterable[InstanceView], *, version: int, incarnation: int, now_s: float
 ) -> list[InstanceView]:
     """Instances that shall pull `version` now: every one that is behind, or holds weights of an older incarnation,
-    and neither pulls already nor is in quarantine after a failed pull."""
+    and neither leaves, nor pulls already, nor is in quarantine after a failed pull."""
     return [
         i
         for i in instances
-        if i.alive
+        if not i.leaving
         and i.pulling < 0
         and now_s >= i.quarantined_until_s
         and (i.incarnation != incarnation or i.version < version)

@@ -10,7 +10,7 @@ from psrl.protocol.generation import EngineStats
 
 @dataclass(slots=True)
 class InstanceView:
-    """One rollout instance. `version` is the weights that it is known to serve (-1: none); it only ever grows within
+    """One living rollout instance. `version` is the weights that it is known to serve (-1: none); it only ever grows within
     an incarnation, so a decision made on it is never too new."""
 
     name: str
@@ -18,18 +18,19 @@ class InstanceView:
     max_concurrent: int
     version: int = -1
     incarnation: int = 0
-    alive: bool = True
     pulling: int = -1
     """The version being pulled, -1 if none."""
     quarantined_until_s: float = 0.0
     draining: bool = False
     """Behind and finishing what it has (partial rollout off): nothing new is routed here."""
+    leaving: bool = False
+    """It hands back what it has: nothing new is routed here, it pulls no more, and it goes when nothing is here."""
     in_flight: int = 0
     """Samples placed here that have not left."""
     stats: EngineStats = field(default_factory=EngineStats)
 
-    def info(self) -> InstanceInfo:
-        return InstanceInfo(name=self.name, endpoint=self.endpoint, alive=self.alive)
+    def info(self, alive: bool = True) -> InstanceInfo:
+        return InstanceInfo(name=self.name, endpoint=self.endpoint, alive=alive)
 
 
 @dataclass(slots=True)
@@ -38,3 +39,5 @@ class AgentView:
 
     name: str
     groups: set[int] = field(default_factory=set)
+    leaving: bool = False
+    """It gets no new group."""

@@ -66,6 +66,12 @@ def resolve_model(config: Config, run_dir: RunDir) -> ModelSource:
     return source
 
 
+def check_model(config: Config) -> None:
+    """What can be told of the configured model without a run directory. ConfigError if a run would refuse it."""
+    if config.model.path is not None:
+        _refuse_short_context(describe_model(Path(config.model.path).expanduser().absolute()), config)
+
+
 def run_model(run_dir: RunDir) -> ModelSource:
     """The model of a run that `resolve_model` prepared, on whatever node this is."""
     return _find(msgspec.json.decode(read_published(_note(run_dir)), type=_Record))

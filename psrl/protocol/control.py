@@ -33,6 +33,8 @@ class SupervisorState(Message):
 
     children: list[str] = []
     gone: list[ChildDown] = []
+    joined: bool = False
+    """It came to a running run and may leave again at any time: nothing of it is counted on."""
 
 
 class InstanceState(Message):
@@ -42,6 +44,8 @@ class InstanceState(Message):
     version: int
     incarnation: int
     max_concurrent: int
+    retiring: bool = False
+    """It has been told to retire, by this coordinator or the one before."""
 
 
 class GroupDone(Message):
@@ -113,6 +117,14 @@ class Drain(Message):
     grace_s: float
 
 
+class Leave(Message):
+    """These children leave on purpose, within `grace_s`; the run goes on without them. Sent by a supervisor that joined."""
+
+    children: list[str]
+    reason: str
+    grace_s: float
+
+
 # ---- rollout instance ----------------------------------------------------------------------------------------
 
 
@@ -148,6 +160,17 @@ class Pull(Message):
     version: int
     incarnation: int
     abort_running: bool
+
+
+class Retire(Message):
+    """Coordinator -> instance: hand back what you have, take nothing new, wait for Dismissed. Coordinator -> agent loop:
+    leave now, your open groups return to the queue. Either ends with exit code 0."""
+
+    reason: str
+
+
+class Dismissed(Message):
+    """Coordinator -> retiring instance: all that you had has been taken over, end."""
 
 
 # ---- agent loop ----------------------------------------------------------------------------------------------
@@ -290,16 +313,17 @@ class DrainNow(Message):
 
 
 class Shutdown(Message):
-    """Coordinator -> all: the run is over. status: completed | failed | interrupted."""
+    """Coordinator -> all: the run is over. status: completed | failed | interrupted. To a supervisor that joined there is
+    a fourth, refused: it has no place in this run (`cause` says why), which goes on without it."""
 
     status: str
     cause: str
 
 
 ToCoordinator = (
-    Hello | Leaving | Fatal | ChildDown | Drain | InstanceStatus | PullStarted | PullDone | PullFailed | SampleMoves
+    Hello | Leaving | Fatal | ChildDown | Drain | Leave | InstanceStatus | PullStarted | PullDone | PullFailed | SampleMoves
     | RouteRequest | GroupDone | GroupFailed | WantBuffer | Published | CheckpointDone | TrainerDone
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Pull | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | DrainNow | Shutdown
+    Welcome | Pull | Retire | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | DrainNow | Shutdown
 )  # fmt: skip

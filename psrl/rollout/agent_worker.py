@@ -19,9 +19,10 @@ import numpy as np
 from psrl.models.resolve import run_model
 from psrl.models.tokenizer import load_tokenizer
 from psrl.net.client import AsyncClient, Client
+from psrl.net.limits import new_context, raise_descriptor_limit
 from psrl.net.link import AsyncCoordinatorLink, CoordinatorGoneError
 from psrl.protocol import control as c
-from psrl.protocol.generation import AbortRequest, SamplingParams, TokenChunks
+from psrl.protocol.generation import FINISH_REFUSED, AbortRequest, SamplingParams, TokenChunks
 from psrl.protocol.samples import SampleRef
 from psrl.role import Role, run_role, start_role
 from psrl.rollout.group_work import GroupWork
@@ -32,6 +33,9 @@ from psrl.tasks.base import Answer
 from psrl.tasks.prepared import PreparedReader
 
 log = logging.getLogger("psrl.agent_loop")
+
+SOCKETS = 60_000
+"""For the connections with instances, three each; how many of them may join, the coordinator decides."""
 
 
 @dataclass(slots=True)
@@ -77,15 +81,18 @@ class AgentLoop:
         self.segment_version = -1
         self.held: dict[int, Held] = {}
         self.connections: dict[str, Connection] = {}
+        raise_descriptor_limit(3 * config.psrl.deployment.n_rollout_instances)
+        self.context = new_context(SOCKETS)
         self.to_seal: asyncio.Queue[tuple[GroupWork, list[ScoreResult]]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.over: asyncio.Future[c.Shutdown] | None = None
+        self.over: asyncio.Future[str] | None = None
+        """Becomes the reason why this process ends."""
 
     def _state(self) -> c.AgentState:
         return c.AgentState(held=[c.HeldGroup(group=g, done=h.done, on=h.work.where()) for g, h in self.held.items()])
 
-    async def run(self) -> c.Shutdown:
-        """Work until the coordinator says that the run is over."""
+    async def run(self) -> str:
+        """Work until the run is over, or until this agent loop retires; returns which of them, in words."""
         self.over = asyncio.get_running_loop().create_future()
         await self.pool.start()
         await self.link.open()
@@ -137,9 +144,14 @@ class AgentLoop:
                         self._know_instances(message.instances)
                     case c.Welcome():
                         self._ask_again()
+                    case c.Retire():
+                        self._end(f"retired ({message.reason}): {len(self.held)} groups return to the queue")
                     case c.Shutdown():
-                        if self.over is not None and not self.over.done():
-                            self.over.set_result(message)
+                        self._end(f"the run is over: {message.status} {message.cause}")
+
+    def _end(self, why: str) -> None:
+        if self.over is not None and not self.over.done():
+            self.over.set_result(why)
 
     def _take(self, assignment: c.Assignment) -> None:
         prompt = self.prompts[assignment.prompt]
@@ -188,6 +200,11 @@ class AgentLoop:
     # ---- instances -------------------------------------------------------------------------------------------
 
     def _know_instances(self, instances: Sequence[c.InstanceInfo]) -> None:
+        """Connect with the living. One that is not listed left while this agent loop had no coordinator, or has not said
+        hello to a new one yet: the connection tells which."""
+        for name in self.connections.keys() - {info.name for info in instances}:
+            if not self.connections[name].client.client.established:
+                self._lose(name)
         for info in instances:
             known = self.connections.get(info.name)
             if known is not None and (not info.alive or known.endpoint != info.endpoint):
@@ -205,6 +222,7 @@ class AgentLoop:
                 name=self.role.name,
                 heartbeat_interval_s=limits.heartbeat_interval_s,
                 heartbeat_timeout_s=limits.heartbeat_timeout_s,
+                context=self.context,
             )
         )
         client.connect(info.endpoint)
@@ -253,6 +271,7 @@ class AgentLoop:
     def _chunks(self, instance: str, message: TokenChunks) -> None:
         left: Counter[int] = Counter()
         routes: list[tuple[int, int]] = []
+        refused: list[int] = []
         for chunk in message.chunks:
             held = self.held.get(chunk.group)
             if held is None:
@@ -262,12 +281,18 @@ class AgentLoop:
                 left[chunk.group] += 1
                 if route:
                     routes.append((chunk.group, chunk.sample))
+                    if chunk.finish == FINISH_REFUSED:
+                        refused.append(len(held.work.samples[chunk.sample].token_ids))
                 elif held.work.unfinished == 0:
                     self._spawn(self._score(held.work))
         if left:
             self.link.send(c.SampleMoves(left=[(group, instance, count) for group, count in left.items()]))
         if routes:
             self.link.send(c.RouteRequest(samples=routes))
+        if refused:
+            log.info(
+                "%s refused %d samples: they go on elsewhere with their %d tokens", instance, len(refused), sum(refused)
+            )
 
     # ---- reward and seal -------------------------------------------------------------------------------------
 
@@ -339,14 +364,14 @@ def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     loop = AgentLoop(role)
     try:
-        verdict = asyncio.run(loop.run())
+        why = asyncio.run(loop.run())
     except CoordinatorGoneError as error:
         log.error("%s", error)
         return 1
     except RewardTypeError as error:
         log.error("%s", error)
         return 1
-    log.info("the run is over: %s %s", verdict.status, verdict.cause)
+    log.info("%s", why)
     return 0
 
 

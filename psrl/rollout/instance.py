@@ -36,6 +36,8 @@ STREAM_INTERVAL_S = 0.05
 """Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
 PULL_POLL_S = 0.002
 """While idle, how soon weights that have arrived are seen."""
+RETIRE_GRACE_S = 3.0
+"""A retiring instance leaves after this even if it is not dismissed: then an agent loop or the coordinator is gone."""
 
 
 class Instance:
@@ -66,7 +68,10 @@ class Instance:
         self.next_stream = 0.0
         self.next_status = 0.0
         self.reported = EngineStats()
-        self.over: c.Shutdown | None = None
+        self.retire_by: float | None = None
+        """Monotonic time; set once this instance retires: it generates no more and refuses what comes."""
+        self.over = ""
+        """Why this process ends, once it does."""
 
     def _state(self) -> c.InstanceState:
         return c.InstanceState(
@@ -74,13 +79,14 @@ class Instance:
             version=self.engine.version,
             incarnation=self.incarnation,
             max_concurrent=self.role.config.gen_actor_rollout_ref.rollout.max_num_seqs,
+            retiring=self.retire_by is not None,
         )
 
     def run(self) -> None:
-        """Serve until the coordinator says that the run is over."""
+        """Serve until the run is over, or until this instance has retired."""
         self.link.open()
         self.timeline.set_offset(self.link.clock_offset_s)
-        while self.over is None:
+        while not self.over:
             if not self.engine.has_work():
                 wait([self.server, self.link], PULL_POLL_S if self.pull.busy else 1.0)
             self._hear_coordinator()
@@ -92,7 +98,8 @@ class Instance:
                 self.timeline.add(BUSY, begun, time.monotonic())
             self._stream()
             self._report()
-        log.info("the run is over: %s %s", self.over.status, self.over.cause)
+        self._stream(now=True)
+        log.info("%s", self.over)
 
     def close(self) -> None:
         self.pull.close()
@@ -108,17 +115,34 @@ class Instance:
             match message:
                 case c.Pull():
                     self.order = message
+                case c.Retire():
+                    self._retire(message.reason)
+                case c.Dismissed():
+                    self.over = "dismissed: all that was here has been taken over"
                 case c.Shutdown():
-                    self.over = message
+                    self.over = f"the run is over: {message.status} {message.cause}"
                 case c.Welcome():
                     self.timeline.set_offset(self.link.clock_offset_s)
                     self.reported = EngineStats()
+        if self.retire_by is not None and time.monotonic() >= self.retire_by:
+            self.over = self.over or f"not dismissed within {RETIRE_GRACE_S:g} s: leaving all the same"
+
+    def _retire(self, reason: str) -> None:
+        """Hand every sample back with the tokens that it has. What is on its way here is refused until Dismissed, which
+        comes when the agent loops have said that nothing is here any more."""
+        if self.retire_by is None:
+            self.retire_by = time.monotonic() + RETIRE_GRACE_S
+            returned = self.engine.abort()
+            for chunk in returned:
+                chunk.finish = FINISH_REFUSED
+            self._keep(returned)
+            log.info("retiring (%s): %d samples are handed back", reason, len(returned))
 
     def _hear_agents(self) -> None:
         for peer, message in self.server.poll(0.0):
             if isinstance(message, AbortRequest):
                 self._keep(self.engine.abort(message.groups))
-            elif message.incarnation != self.incarnation or message.min_version > self.engine.version:
+            elif not self._may_generate(message):
                 for sample in message.samples:
                     refused = TokenChunk(
                         group=message.group,
@@ -146,10 +170,19 @@ class Instance:
                 del self.owner[group], self.outstanding[group]
             self.pending.pop(peer, None)
 
+    def _may_generate(self, request: GenerateRequest) -> bool:
+        return (
+            self.retire_by is None
+            and request.incarnation == self.incarnation
+            and request.min_version <= self.engine.version
+        )
+
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def _follow_pull(self) -> None:
         """Prefetch while decoding goes on; then hand partial samples back (or finish them) and switch."""
+        if self.retire_by is not None:
+            return
         if self.order is not None and not self.pull.busy and self.staged is None:
             self.pull.start(self.order.version, self.order.incarnation)
             self.link.send(c.PullStarted(version=self.order.version))

@@ -40,6 +40,8 @@ class ChildSpec:
     oom_score_adj: int | None = None
     rlimits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     death_signal: int = signal.SIGKILL
+    ignored: tuple[int, ...] = (signal.SIGUSR2,)
+    """Signals that it does not feel. Slurm signals every process of a step; what it means is the supervisor's decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,7 @@ class Children:
             oom_score_adj=spec.oom_score_adj,
             rlimits=spec.rlimits,
             death_signal=spec.death_signal,
+            ignored=spec.ignored,
         )
         child.pidfd = os.pidfd_open(child.process.pid)
         child.start_at = None

@@ -1,7 +1,7 @@
 """One node's supervisor: starts this node's roles, restarts what may be restarted, tells the coordinator, ends them all.
 
-`python -m psrl.supervisor.node RUN_DIR NAME --group trainer|rollout`. It is a child subreaper and every role dies with
-it, so nothing outlives the run. It does no work itself and imports nothing heavy.
+It is a child subreaper and every role dies with it, so nothing outlives the run. It does no work itself and imports
+nothing heavy. `python -m psrl.supervisor.node RUN_DIR NAME` runs a share of the deployment on this host.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ import argparse
 import logging
 import os
 import signal
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from psrl.config.schema import Config
+from psrl.deployment import one_host
 from psrl.net.link import CoordinatorGoneError, CoordinatorLink
 from psrl.net.waiting import Wakeup, wait
-from psrl.outcome import FAILED, Outcome, publish_outcome, read_outcome
+from psrl.outcome import FAILED, INTERRUPTED, Outcome, current_outcome, publish_outcome
 from psrl.protocol import control as c
 from psrl.role import load_config, setup_logging
 from psrl.rundir.layout import RunDir
 from psrl.rundir.node_local import node_local_env, node_local_root, sweep_shm
 from psrl.supervisor.children import ChildEvent, Children, ChildSpec
 from psrl.supervisor.process import become_subreaper
+from psrl.supervisor.specs import share_children
 from psrl.telemetry.incidents import IncidentLog
 
 log = logging.getLogger("psrl.supervisor")
@@ -34,95 +35,32 @@ LEAVE_GRACE_S = 10.0
 """Roles leave by themselves after the verdict; then they are ended."""
 UNHEARD_GRACE_S = 2.0
 """The same when no coordinator was there to tell them."""
-
-
-def trainer_children(config: Config, run_dir: RunDir) -> list[ChildSpec]:
-    """The coordinator, the trainer ranks and the dashboard logger."""
-    deployment, faults = config.psrl.deployment, config.psrl.fault_tolerance
-    cores = _cores(deployment.train_cores)
-    ranks = deployment.train_nnodes * deployment.train_ngpus_per_node
-    children = [
-        _child(
-            "coordinator",
-            "coordinator",
-            "psrl.coordinator.service",
-            run_dir,
-            cores=cores,
-            max_restarts=faults.coordinator_max_restarts,
-            critical=True,
-        )
-    ]
-    for rank in range(ranks):
-        env = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(deployment.train_cpu_threads)}
-        children.append(
-            _child("trainer", f"trainer-{rank}", "psrl.trainer.main", run_dir, env=env, cores=cores, critical=True)
-        )
-    if "wandb" in config.trainer.logger:
-        children.append(
-            ChildSpec(
-                role="logger",
-                name="wandb",
-                argv=(sys.executable, "-m", "psrl.telemetry.wandb_logger", str(run_dir.path)),
-                cores=cores,
-            )
-        )
-    return children
-
-
-def rollout_children(config: Config, run_dir: RunDir) -> list[ChildSpec]:
-    """The instances and agent loops."""
-    deployment, faults = config.psrl.deployment, config.psrl.fault_tolerance
-    cores = _cores(deployment.rollout_cores)
-    env = {"OMP_NUM_THREADS": str(deployment.rollout_cpu_threads)}
-    instances = [
-        _child(
-            "instance",
-            f"instance-{i}",
-            "psrl.rollout.instance",
-            run_dir,
-            env=env,
-            cores=cores,
-            max_restarts=faults.max_restarts,
-        )
-        for i in range(deployment.n_rollout_instances)
-    ]
-    loops = [
-        _child(
-            "agent_loop",
-            f"agent-loop-{i}",
-            "psrl.rollout.agent_worker",
-            run_dir,
-            cores=cores,
-            max_restarts=faults.agent_loop_max_restarts,
-        )
-        for i in range(deployment.n_agent_loops)
-    ]
-    return instances + loops
-
-
-def _cores(cores: list[int] | None) -> tuple[int, ...] | None:
-    return None if cores is None else tuple(cores)
-
-
-def _child(role: str, name: str, module: str, run_dir: RunDir, **kwargs) -> ChildSpec:
-    return ChildSpec(role=role, name=name, argv=(sys.executable, "-m", module, str(run_dir.path), name), **kwargs)
+WARNING_RESERVE_S = 10.0
+"""Of Slurm's early warning this much is kept for the end itself: roles leave, the batch script requeues."""
 
 
 class NodeSupervisor:
-    """The loop of one supervisor process."""
+    """The loop of one supervisor process. One that `joined` a running run may come and go: its signals and its end are
+    no matter of the run's, and it gives no verdict on it. `early_signals` came before there was a supervisor."""
 
-    def __init__(self, run_dir: RunDir, name: str, group: str) -> None:
-        self.run_dir, self.name, self.group = run_dir, name, group
+    def __init__(
+        self,
+        run_dir: RunDir,
+        name: str,
+        specs: Sequence[ChildSpec],
+        *,
+        joined: bool = False,
+        early_signals: Sequence[int] = (),
+    ) -> None:
+        self.run_dir, self.name, self.specs, self.joined = run_dir, name, specs, joined
+        self.early_signals = early_signals
         self.config = load_config(run_dir)
-        self.specs = (
-            trainer_children(self.config, run_dir) if group == "trainer" else rollout_children(self.config, run_dir)
-        )
         self.children = Children(run_dir.logs, role_environment(run_dir))
         self.incidents = IncidentLog(run_dir.logs, name)
         self.link = CoordinatorLink(run_dir, "supervisor", name, self._state, self.config.psrl.fault_tolerance)
         self.wakeup = Wakeup()
         self.signal_seen = ""
-        self.drain_sent = False
+        self.signal_told = False
         self.unsent: list[c.Message] = []
         self.gone: list[c.ChildDown] = []
         self.verdict: Outcome | None = None
@@ -131,15 +69,18 @@ class NodeSupervisor:
         self.cause = ""
 
     def _state(self) -> c.SupervisorState:
-        return c.SupervisorState(children=self.children.alive(), gone=self.gone)
+        return c.SupervisorState(children=self.children.alive(), gone=self.gone, joined=self.joined)
 
     def run(self) -> int:
-        """Start the roles, watch them until the verdict, end them. Exit code 0 only for a completed run."""
+        """Start the roles, watch them until the verdict, end them. Exit code 1 for a failed run only: one that is to go
+        on later is no failure."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._on_signal)
+        for early in self.early_signals:
+            self._on_signal(early, None)
         for spec in self.specs:
             self.children.start(spec)
-        while self.verdict is None:
+        while self.verdict is None and not (self.joined and not self.children.alive()):
             wait([self.children, self.link, self.wakeup], 1.0)
             self.wakeup.clear()
             for event in self.children.poll(0.0):
@@ -147,9 +88,9 @@ class NodeSupervisor:
             self._talk()
             self._check_deadlines()
         self._end_children()
-        return 0 if self.verdict.status == "completed" else 1
+        return 1 if self.verdict is not None and self.verdict.status == FAILED else 0
 
-    def _on_signal(self, number: int, _frame: object) -> None:
+    def _on_signal(self, number: int, _frame: object | None) -> None:
         self.signal_seen = signal.Signals(number).name
         self.wakeup.set()
 
@@ -164,16 +105,27 @@ class NodeSupervisor:
             if isinstance(message, c.Shutdown):
                 self.verdict = Outcome(status=message.status, cause=message.cause)
                 self.leave_grace_s = LEAVE_GRACE_S
-        if self.signal_seen and not self.drain_sent:
-            drain = c.Drain(
-                reason=f"{self.signal_seen} at {self.name}", grace_s=self.config.psrl.fault_tolerance.drain_grace_s
-            )
-            self.unsent.append(drain)
-            self.drain_sent = True
-            self.give_up_at = time.monotonic() + self.config.psrl.fault_tolerance.drain_grace_s
-            self.cause = f"{self.signal_seen}, and the drain took more than psrl.fault_tolerance.drain_grace_s"
+        if self.signal_seen and not self.signal_told:
+            self._tell_signal()
         while self.unsent and self.link.send(self.unsent[0]):
             self.unsent.pop(0)
+
+    def _tell_signal(self) -> None:
+        """The scheduler or the user wants this node back: the run drains; what joined leaves alone."""
+        self.signal_told = True
+        reason, grace_s = f"{self.signal_seen} at {self.name}", self._grace_s()
+        if self.joined:
+            self.unsent.append(c.Leave(children=self.children.alive(), reason=reason, grace_s=grace_s))
+        else:
+            self.unsent.append(c.Drain(reason=reason, grace_s=grace_s))
+        self.give_up_at = time.monotonic() + grace_s
+        self.cause = f"{reason}, and nothing came of it within {grace_s:g} s"
+
+    def _grace_s(self) -> float:
+        """What is left after the signal: a batch script that asks Slurm for an early warning says how early."""
+        if self.signal_seen == "SIGUSR2" and (delay := os.environ.get("PSRL_SIGNAL_DELAY_S")):
+            return max(1.0, float(delay) - WARNING_RESERVE_S)
+        return self.config.psrl.fault_tolerance.drain_grace_s
 
     def _child_ended(self, event: ChildEvent) -> None:
         if event.finished and event.returncode == 0:
@@ -193,20 +145,23 @@ class NodeSupervisor:
 
     def _check_deadlines(self) -> None:
         if self.verdict is None and not self.link.connected:
-            self.verdict = read_outcome(self.run_dir)  # the verdict may have been spoken while nobody listened
+            self.verdict = current_outcome(self.run_dir)  # it may have been spoken while nobody listened
         if self.verdict is None and self.give_up_at is not None and time.monotonic() >= self.give_up_at:
             self._fail(self.cause)
 
     def _fail(self, cause: str) -> None:
-        """No coordinator is left to say so: the run has failed."""
-        publish_outcome(self.run_dir, Outcome(status=FAILED, cause=cause))
-        self.verdict = read_outcome(self.run_dir)
+        """No coordinator is left to say so: the run has failed, or, for one that joined, is out of reach."""
         log.error("%s", cause)
+        if self.joined:
+            self.verdict = current_outcome(self.run_dir) or Outcome(status=INTERRUPTED, cause=cause)
+        else:
+            publish_outcome(self.run_dir, Outcome(status=FAILED, cause=cause))
+            self.verdict = current_outcome(self.run_dir)
 
     def _end_children(self) -> None:
         """Roles have heard the verdict and leave; whoever does not is ended."""
-        assert self.verdict is not None
-        log.info("the run is over: %s %s", self.verdict.status, self.verdict.cause)
+        if self.verdict is not None:
+            log.info("the run is over: %s %s", self.verdict.status, self.verdict.cause)
         self.children.let_end()
         deadline = time.monotonic() + self.leave_grace_s
         while self.children.alive() and time.monotonic() < deadline:
@@ -221,11 +176,14 @@ class NodeSupervisor:
 
 
 def role_environment(run_dir: RunDir) -> dict[str, str]:
-    """The environment of every role: node-local caches, the run's own code first, no downloads."""
+    """The environment of every role: node-local caches, the run's own code first, the user's modules in the working
+    directory last, no downloads."""
     env = dict(os.environ)
     root = node_local_root()
     env |= node_local_env(root, run_dir.path) | {"PSRL_NODE_LOCAL": str(root.parent)}
     paths = [str(run_dir.code), *(p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p)]
+    paths.append(str(Path.cwd()))
+    env["PYTHONSAFEPATH"] = "1"  # or the working directory would come first, and with it another psrl
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     env.setdefault("HF_HUB_OFFLINE", "1")
     env.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -238,14 +196,26 @@ def role_environment(run_dir: RunDir) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("name")
-    parser.add_argument("--group", choices=("trainer", "rollout"), required=True)
+    parser.add_argument("name", help="of the share: supervisor-trainer or supervisor-rollout")
     args = parser.parse_args()
+    become_supervisor(args.name)
+    run_dir = RunDir(args.run_dir.resolve())
+    config = load_config(run_dir)
+    share = next(s for s in one_host(config.psrl.deployment) if s.name == args.name)
+    return NodeSupervisor(run_dir, args.name, share_children(config, run_dir, share)).run()
+
+
+def node_scratch(run_dir: RunDir) -> Path:
+    """The run's temporary directory on this node, which is to be removed when the run leaves the node."""
+    return Path(node_local_env(node_local_root(), run_dir.path)["TMPDIR"])
+
+
+def become_supervisor(name: str, log_path: Path | None = None) -> None:
+    """What a supervising process does first: private files, a log, adoption of orphans, sweep of what a crash left."""
     os.umask(0o077)
-    setup_logging(args.name)
+    setup_logging(name, None if log_path is None else log_path.open("a", buffering=1))
     become_subreaper()
     sweep_shm()
-    return NodeSupervisor(RunDir(args.run_dir.resolve()), args.name, args.group).run()
 
 
 if __name__ == "__main__":

@@ -47,12 +47,13 @@ def spawn(
     oom_score_adj: int | None = None,
     rlimits: Mapping[str, tuple[int, int]] | None = None,
     death_signal: int = signal.SIGKILL,
+    ignored: Collection[int] = (signal.SIGUSR2,),
 ) -> subprocess.Popen[bytes]:
     """Start `argv` as leader of its own session, with stdout and stderr appended to `log_path` and stdin empty.
 
-    Before the program begins: `death_signal` is set to come when this process dies, SIGUSR2 is ignored, the process is
-    pinned to `cores`, and has its `oom_score_adj` and `rlimits` (name such as "RLIMIT_AS" -> (soft, hard)). `env` is
-    the whole environment. If any of that fails the child ends with code 127 and its log says why.
+    Before the program begins: `death_signal` is set to come when this process dies, the `ignored` signals are ignored,
+    the process is pinned to `cores`, and has its `oom_score_adj` and `rlimits` (name such as "RLIMIT_AS" -> (soft,
+    hard)). `env` is the whole environment. If any of that fails the child ends with code 127 and its log says why.
 
     Main thread only (RuntimeError otherwise): the death signal comes when the *thread* that spawned ends.
     """
@@ -64,9 +65,10 @@ def spawn(
         "cores": None if cores is None else sorted(cores),
         "oom_score_adj": oom_score_adj,
         "rlimits": dict(rlimits or {}),
+        "ignored": sorted(map(int, ignored)),
     }
     command = [sys.executable, "-IS", shim.__file__, json.dumps(settings), *argv]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ignored)
     try:
         with log_path.open("ab", buffering=0) as log:
             return subprocess.Popen(

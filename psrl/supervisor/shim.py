@@ -31,8 +31,9 @@ def main(arguments: list[str]) -> None:
     settings, argv = json.loads(arguments[0]), arguments[1:]
     # A warning signal to a Slurm step reaches every process in it; only the supervisor is to act on it. It was blocked
     # before the fork, so that there was no moment in which it could have killed this process.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+    for number in settings["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, settings["ignored"])
     if not set_parent_death_signal(settings["death_signal"], settings["parent"]):
         sys.exit(EXIT_NOT_STARTED)
     if settings["cores"] is not None:

@@ -70,7 +70,7 @@ class MetricsTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return list(_parse(whole.splitlines()))
+        return list(parse_rows(whole.splitlines()))
 
 
 def read_metrics(path: Path) -> list[Row]:
@@ -83,7 +83,7 @@ def read_metrics(path: Path) -> list[Row]:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    return surviving(_parse(lines))
+    return surviving(parse_rows(lines))
 
 
 def surviving(rows: Iterable[Row]) -> list[Row]:
@@ -104,7 +104,8 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def _parse(lines: Iterable[bytes]) -> Iterable[Row]:
+def parse_rows(lines: Iterable[bytes]) -> Iterable[Row]:
+    """The rows that these lines hold, in their order; torn lines are skipped."""
     for line in lines:
         try:
             row = json.loads(line)
