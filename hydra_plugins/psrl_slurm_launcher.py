@@ -24,6 +24,8 @@ class SlurmLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.config, self.hydra_context, self.task_function = config, hydra_context, task_function
+        sweep_dir = Path(config.hydra.sweep.dir)
+        self.new_directories = [path for path in (sweep_dir, *sweep_dir.parents) if not path.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from psrl.config.errors import ConfigError
@@ -44,7 +46,7 @@ class SlurmLauncher(Launcher):
             print(f"psrl: {error}", file=sys.stderr)
             raise SystemExit(2) from None
         if conf.dry_run:
-            _remove_traces(Path(self.config.hydra.sweep.dir))
+            self._remove_traces()
         codes = exit_codes(verdicts, conf.wait)
         self.task_function.codes.extend(codes)  # type: ignore[attr-defined]  # psrl.launch ends with the largest
         return [_returned(overrides, code) for overrides, code in zip(job_overrides, codes, strict=True)]
@@ -55,15 +57,11 @@ class SlurmLauncher(Launcher):
             member.hydra.job.num = number
         return Path(member.hydra.sweep.dir, member.hydra.sweep.subdir)
 
-
-def _remove_traces(sweep_dir: Path) -> None:
-    """Hydra has made the sweep's directory, with a copy of its own settings, before it asked for anything."""
-    (sweep_dir / "multirun.yaml").unlink(missing_ok=True)
-    for directory in (sweep_dir, *sweep_dir.parents[:2]):
-        try:
+    def _remove_traces(self) -> None:
+        """Hydra has made the sweep's directory, with a copy of its own settings, before it called `launch`."""
+        for directory in self.new_directories:
+            (directory / "multirun.yaml").unlink(missing_ok=True)
             directory.rmdir()
-        except OSError:  # not empty
-            break
 
 
 def _returned(overrides: Sequence[str], code: int) -> JobReturn:

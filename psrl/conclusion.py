@@ -24,8 +24,8 @@ def write_summary_and_report(run_dir: RunDir) -> None:
         )
 
 
-def conclude(run_dir: RunDir, outcome: Outcome) -> None:
-    """The last words on the terminal or in the job's log: figures, verdict, cause, and what to do."""
+def conclude(run_dir: RunDir, outcome: Outcome, again: str) -> None:
+    """The last words on the terminal or in the job's log: figures, verdict, cause, and `again`, how to go on."""
     if run_dir.summary.exists():
         summary: dict[str, Any] = json.loads(run_dir.summary.read_text())
         figures = {
@@ -37,11 +37,9 @@ def conclude(run_dir: RunDir, outcome: Outcome) -> None:
     if outcome.status == FAILED:
         for line in last_errors(run_dir):
             print(f"  {line}")
-        print(
-            f"psrl: logs are in {run_dir.logs}; the same command with run_dir={run_dir.path} goes on from the last checkpoint"
-        )
-    elif outcome.status == INTERRUPTED:
-        print(f"psrl: go on with the same command and run_dir={run_dir.path}")
+        print(f"psrl: logs are in {run_dir.logs}")
+    if outcome.status in (FAILED, INTERRUPTED):
+        print(f"psrl: {again}")
     if (run_dir.report / "index.html").exists():
         print(f"psrl: report: {run_dir.report / 'index.html'}")
 

@@ -68,7 +68,7 @@ def start(run_dir: RunDir, config: Config, resuming: bool) -> int:
     begin_attempt(run_dir)
     outcome = watch(run_dir, config)
     write_summary_and_report(run_dir)
-    conclude(run_dir, outcome)
+    conclude(run_dir, outcome, f"the same command with run_dir={run_dir.path} goes on from the last checkpoint")
     return EXIT_CODES[outcome.status]
 
 

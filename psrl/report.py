@@ -1,18 +1,23 @@
-"""`python -m psrl.report RUN_DIR`: `summary.json` and the page `report/index.html` of a run, finished or not."""
+"""`python -m psrl.report RUN_DIR | MULTIRUN_DIR`: `summary.json` and the page `report/index.html` of a run, finished or
+not; of a sweep `sweep.json` and a page that lays its members side by side."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from psrl.audit import AuditReport, audit
 from psrl.coordinator.ledger import LedgerError, replay
 from psrl.rundir.layout import RunDir
 from psrl.rundir.publish import write_atomic
+from psrl.telemetry.members import Member, is_run, sweep_members
 from psrl.telemetry.page import render_page
 from psrl.telemetry.record import configuration, load_run
+from psrl.telemetry.sweep_page import render_sweep
+from psrl.telemetry.sweep_record import load_sweep
 
 
 def write_report(run_dir: RunDir) -> Path:
@@ -27,6 +32,20 @@ def write_report(run_dir: RunDir) -> Path:
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(run_dir.summary, json.dumps(record.summary, indent=1).encode() + b"\n")
     write_atomic(page, render_page(record).encode())
+    return page
+
+
+def write_sweep_report(directory: Path, members: Sequence[Member]) -> Path:
+    """Write `sweep.json` and `report/index.html` of a sweep, and the page of each member that has none; return the path
+    of the sweep's page."""
+    for member in members:
+        if not (RunDir(member.path).report / "index.html").exists():
+            write_report(RunDir(member.path))
+    record = load_sweep(directory, members)
+    page = directory / "report" / "index.html"
+    page.parent.mkdir(exist_ok=True)
+    write_atomic(directory / "sweep.json", json.dumps(record.data(), indent=1).encode() + b"\n")
+    write_atomic(page, render_sweep(record).encode())
     return page
 
 
@@ -52,10 +71,12 @@ def _counts(report: AuditReport) -> dict[str, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m psrl.report", description="Write the report of a run.")
-    parser.add_argument("run_dir", type=Path, help="the run's directory")
+    parser = argparse.ArgumentParser(prog="python -m psrl.report", description="Write the report of a run or sweep.")
+    parser.add_argument("directory", type=Path, help="of a run, or of a sweep (it holds the runs' directories)")
+    directory = parser.parse_args(argv).directory.resolve()
     try:
-        print(write_report(RunDir(parser.parse_args(argv).run_dir.resolve())))
+        members = [] if is_run(directory) else sweep_members(directory)
+        print(write_sweep_report(directory, members) if members else write_report(RunDir(directory)))
     except FileNotFoundError as error:
         print(f"psrl.report: {error}", file=sys.stderr)
         return 2

@@ -50,7 +50,11 @@ class Sweep:
             )
         facts = [(member, self._reader(member).read()) for member in members]
         reading = self._queue.read() if any(fact.asks_slurm for _, fact in facts) else QueueReading()
-        self.notice = f"Slurm is not asked: {reading.problem}" if reading.problem else ""
+        self.notice = (
+            f"Slurm's queue is not known, states are from the run directories: {reading.problem}"
+            if reading.problem
+            else ""
+        )
         return [fact.status(member, reading) for member, fact in facts]
 
     def _reader(self, member: Member) -> MemberReader:

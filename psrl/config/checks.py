@@ -12,13 +12,18 @@ from psrl.config.schema import Config
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "psrl.ps_mode": ("auto", "nixl", "filesystem"),
-    "psrl.rollout_coordination.routing_strategy.method": ("request_num_balance", "round_robin", "random"),
+    "psrl.rollout_coordination.routing_strategy.method": (
+        "request_num_balance",
+        "round_robin",
+        "random",
+        "throughput_optimal",
+    ),
     "psrl.rollout_coordination.sync_and_mig_strategy.method": ("greedy",),
     "psrl.deployment.rollout_nnodes_per_instance": (1,),
     "model.dtype": ("float32", "bfloat16"),
-    "gen_actor_rollout_ref.rollout.name": ("torch",),
+    "gen_actor_rollout_ref.rollout.name": ("torch", "vllm"),
     "gen_actor_rollout_ref.rollout.dtype": (None, "float32", "bfloat16"),
-    "train_actor_rollout_ref.actor.strategy": ("fsdp2",),
+    "train_actor_rollout_ref.actor.strategy": ("fsdp2", "megatron"),
     "train_actor_rollout_ref.actor.mixed_precision": ("float32", "bfloat16"),
     "train_actor_rollout_ref.actor.loss_agg_mode": ("token-mean",),
     "train_actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine"),
@@ -26,6 +31,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "algorithm.rollout_correction.rollout_is": (None, "token"),
     "data.truncation": ("skip", "error"),
 }
+NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
+    ("psrl.rollout_coordination.routing_strategy.method", "throughput_optimal"): "request_num_balance",
+    ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
+    ("train_actor_rollout_ref.actor.strategy", "megatron"): "fsdp2",
+}
+"""Values that a job can be planned with but that this version cannot run, and what there is instead."""
 AT_LEAST: dict[str, float] = {
     "psrl.staleness": 0,
     "psrl.staleness_buffer_entries": 1,
@@ -91,12 +102,20 @@ MAY_CHANGE = (
 """Keys and prefixes in which a resumed run may differ from its first start: length, deployment, logging."""
 
 
-def check(config: Config) -> list[str]:
-    """Refuse what cannot run (ConfigError, one sentence); return warnings."""
+def check(config: Config, *, only_planned: bool = False) -> list[str]:
+    """Refuse what cannot run (ConfigError, one sentence); return warnings. `only_planned`: nothing will run, so what this
+    version lacks is a warning."""
     values = flatten(_as_dict(config))
     _check_values(values)
     _check_combinations(config)
-    return _warnings(config)
+    lacking = [
+        f"{key}={value} is not in this version of psrl; there is {key}={instead}."
+        for (key, value), instead in NOT_IN_THIS_VERSION.items()
+        if values[key] == value
+    ]
+    if lacking and not only_planned:
+        raise ConfigError(lacking[0])
+    return [*lacking, *_warnings(config)]
 
 
 def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:

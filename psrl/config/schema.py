@@ -223,7 +223,7 @@ class RewardConfig:
 @dataclass
 class RolloutEngineConfig:
     name: str = "torch"
-    """Engine: torch (embedded)."""
+    """Engine: torch (embedded) | vllm (not in this version)."""
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
@@ -266,7 +266,7 @@ class OptimConfig:
 @dataclass
 class ActorConfig:
     strategy: str = "fsdp2"
-    """Trainer backend: fsdp2."""
+    """Trainer backend: fsdp2 | megatron (not in this version)."""
     ppo_mini_batch_size: int | None = None
     """Groups an optimizer step; null: the whole buffer."""
     ppo_max_token_len_per_gpu: int = 16384

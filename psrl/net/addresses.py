@@ -39,6 +39,17 @@ def interface_address(name: str) -> str:
     return socket.inet_ntoa(reply[20:24])
 
 
+def interface_of(address: str) -> str:
+    """Name of the network interface that has `address`. Raises OSError if none has."""
+    for _, name in socket.if_nameindex():
+        try:
+            if interface_address(name) == address:
+                return name
+        except OSError:  # one without an IPv4 address
+            continue
+    raise OSError(f"no network interface of this host has the address {address}: set psrl.net.interface")
+
+
 def own_address() -> str:
     """The address of the default route, else what the host's name resolves to. No packet is sent.
 

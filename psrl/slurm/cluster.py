@@ -138,7 +138,7 @@ def check_request(
         if fault := _fault(found, request):
             fitting = [other.name for other in cluster.values() if _fault(other, request) is None]
             way_out = f"or use partition {' or '.join(fitting)}" if fitting else "since no partition takes this request"
-            raise ConfigError(f"{key}: {fault}, {way_out}.")
+            raise ConfigError(f"{key}.{fault}, {way_out}.")
 
 
 def _named(cluster: Mapping[str, Partition], key: str, partition: str | None) -> Iterator[Partition]:
@@ -162,9 +162,9 @@ def _named(cluster: Mapping[str, Partition], key: str, partition: str | None) ->
 def _fault(partition: Partition, request: _Request) -> str | None:
     """Why `partition` does not take `request`, and the most that it takes; None if it does."""
     if partition.state != "UP":
-        return f"partition {partition.name} is refused: its state is {partition.state}, so it starts no job; wait until it is UP"
+        return f"partition={partition.name} is refused: its state is {partition.state}, so it starts no job; wait until it is UP"
     if not partition.sizes:
-        return f"partition {partition.name} is refused: it has no nodes; choose another"
+        return f"partition={partition.name} is refused: it has no nodes; choose another"
     return _count_fault(partition, request.nodes) or _size_fault(partition, request) or _time_fault(partition, request)
 
 
@@ -181,20 +181,21 @@ def _count_fault(partition: Partition, nodes: int) -> str | None:
 def _size_fault(partition: Partition, request: _Request) -> str | None:
     """Nodes may differ: what counts is whether enough of them have all that is asked for."""
     sizes, beside = partition.sizes, ""
-    for asked, name, resource in (
-        (request.gpus_per_node, "gpus_per_node", "gpus"),
-        (request.cpus_per_node, "cpus_per_node", "cpus"),
-        (request.memory_mb, "memory_mb", "memory_mb"),
+    for asked, name, resource, unit in (
+        (request.gpus_per_node, "gpus_per_node", "gpus", 1),
+        (request.cpus_per_node, "cpus_per_task", "cpus", 1),
+        (request.memory_mb, "mem_gb", "memory_mb", 1024),
     ):
         most = sorted((getattr(size, resource) for size in sizes), reverse=True)[request.nodes - 1]
         if asked > most:
             several = "no node" if request.nodes == 1 else f"no {request.nodes} nodes"
+            enough = f"more than {most / unit:g}" if most else "any"
             return (
-                f"{name}={asked} is refused: partition {partition.name} has {several} with {beside}more than {most}; "
-                f"ask for at most {most}"
+                f"{name}={asked / unit:g} is refused: partition {partition.name} has {several} with {beside}{enough}; "
+                f"ask for at most {most / unit:g}"
             )
         sizes = tuple(size for size in sizes if getattr(size, resource) >= asked)
-        beside += f"{name}={asked} and " if asked else ""
+        beside += f"{name}={asked / unit:g} and " if asked else ""
     return None
 
 

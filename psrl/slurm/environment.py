@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from psrl.config.errors import ConfigError
 from psrl.slurm.node_list import expand
 
-_SITE = frozenset({"SLURM_CONF"})
-"""Where the cluster is, not what an allocation is."""
+_SITE = frozenset({"SLURM_CONF", "SLURM_JWT"})
+"""Where the cluster is and how it is entered, not what an allocation is."""
 _INHERITED = re.compile(
     r"(?:SLURM|SLURMD|SRUN|SBATCH|SALLOC|SUBMITIT|TORCHELASTIC|PMI[0-9X]*)_.*"
     r"|MASTER_(?:ADDR|PORT)"
@@ -91,7 +91,7 @@ def place_from_environment(environ: Mapping[str, str]) -> NodePlace:
     if groups[number].nodes[index] != hostname:
         raise ConfigError(
             f"SLURM_PROCID={procid} belongs on {groups[number].nodes[index]} but runs on {hostname}: the step's tasks do not "
-            "follow the node lists; leave --distribution, --nodelist and SLURM_HOSTFILE out of srun."
+            "follow the node lists; start srun without SLURM_HOSTFILE and --distribution=arbitrary."
         )
     return NodePlace(
         job_id=_number(environ, "SLURM_JOB_ID"),
@@ -102,6 +102,22 @@ def place_from_environment(environ: Mapping[str, str]) -> NodePlace:
         group=number,
         index=index,
     )
+
+
+def node_counts(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Nodes of each group of the job whose batch script this is. Raises ConfigError outside a job.
+
+    >>> node_counts({"SLURM_HET_SIZE": "2", "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "4"})
+    (1, 4)
+    """
+    if "SLURM_JOB_NUM_NODES" not in environ and "SLURM_HET_SIZE" not in environ:
+        raise ConfigError(
+            "SLURM_JOB_NUM_NODES is not set, so this is not a Slurm job: submit the batch script with sbatch."
+        )
+    if "SLURM_HET_SIZE" not in environ:
+        return (_number(environ, "SLURM_JOB_NUM_NODES"),)
+    size = _number(environ, "SLURM_HET_SIZE")
+    return tuple(_number(environ, f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(size))
 
 
 def _groups(environ: Mapping[str, str], step_tasks: int) -> tuple[Group, ...]:

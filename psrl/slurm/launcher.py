@@ -64,7 +64,7 @@ def launch_sweep(
         )
     check_settings(conf)
     members = [
-        _compose(first_number + i, member, path)
+        _compose(first_number + i, member, path, conf.dry_run)
         for i, (member, path) in enumerate(zip(overrides, run_dirs, strict=True))
     ]
     cluster, reason = read_cluster()
@@ -100,9 +100,9 @@ def exit_codes(verdicts: Sequence[Outcome | None], waited: bool) -> list[int]:
     return [int(waited and (verdict is None or verdict.status != COMPLETED)) for verdict in verdicts]
 
 
-def _compose(number: int, overrides: Sequence[str], path: Path) -> Member:
+def _compose(number: int, overrides: Sequence[str], path: Path, dry_run: bool) -> Member:
     config = cast(Config, OmegaConf.to_object(compose_config(overrides)))
-    for warning in check(config):
+    for warning in check(config, only_planned=dry_run):
         print(f"psrl: warning: member {number}: {warning}", file=sys.stderr)
     run_dir = Path(config.run_dir).expanduser().resolve() if config.run_dir else path.resolve()
     config.run_dir = str(run_dir)

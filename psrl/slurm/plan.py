@@ -46,6 +46,7 @@ def plan_job(
     components = tuple(
         _component(conf, group, need, cluster) for group, need in _needs(deployment, conf.job).items()
     )  # fmt: skip
+    _refuse_shared_partition(components, cluster)
     return Job(
         name=f"{conf.name}-{number}",
         run_dir=run_dir,
@@ -86,7 +87,7 @@ def _component(conf: SlurmConf, group: str, need: _Need, cluster: Cluster | None
     partition = _first(own.partition, conf.partition)
     known = _partition(cluster, partition)
     gpus = _first(own.gpus_per_node, conf.gpus_per_node)
-    if gpus is None and (known is None or known.gpus_per_node):
+    if gpus is None and (known is None or any(size.gpus for size in known.sizes)):
         gpus = need.gpus_per_node
     wanted_cpus = CPUS_EACH * need.processes
     cpus = _first(own.cpus_per_task, conf.cpus_per_task) or (
@@ -115,6 +116,17 @@ def _component(conf: SlurmConf, group: str, need: _Need, cluster: Cluster | None
     )
 
 
+def _refuse_shared_partition(components: tuple[Component, ...], cluster: Cluster | None) -> None:
+    """A node cannot be in two components of a heterogeneous job."""
+    known = _partition(cluster, components[0].partition)
+    total = sum(component.nodes for component in components)
+    if known is not None and len({c.partition for c in components}) == 1 and total > known.nodes:
+        raise ConfigError(
+            f"The job needs {total} nodes of partition {known.name}, which has {known.nodes}: use fewer nodes (psrl.deployment), "
+            "another partition for one of the groups, or hydra.launcher.job=single_node."
+        )
+
+
 def _directives(conf: SlurmConf, own: GroupConf) -> tuple[str, ...]:
     named = {
         key: _first(getattr(own, key, None), getattr(conf, key))
@@ -126,7 +138,7 @@ def _directives(conf: SlurmConf, own: GroupConf) -> tuple[str, ...]:
     for key, value in conf.additional_parameters.items():
         flag = f"--{key.replace('_', '-')}"
         flags.append(flag if value is True else f"{flag}={shlex.quote(str(value))}")
-    return (*flags, *conf.sbatch, *own.sbatch)
+    return tuple(dict.fromkeys([*flags, *conf.sbatch, *own.sbatch]))
 
 
 def _partition(cluster: Cluster | None, name: str | None) -> Partition | None:

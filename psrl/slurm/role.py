@@ -70,7 +70,7 @@ def _lead(run_dir: RunDir, config: Config, share: Share, place: NodePlace, early
     if outcome is not None:
         if outcome.status != INTERRUPTED:  # then the time that is left is short, and the run goes on
             write_summary_and_report(run_dir)
-        conclude(run_dir, outcome)
+        conclude(run_dir, outcome, "a run goes on from its last checkpoint; a failed one when it is submitted again")
     return code
 
 
@@ -109,7 +109,8 @@ def _supervise(run_dir: RunDir, share: Share, config: Config, early: list[int]) 
     if early:  # the node is wanted back before anything began
         publish_outcome(run_dir, Outcome(status=INTERRUPTED, cause=f"{signal.Signals(early[0]).name} at {share.name}"))
         return 0
-    return NodeSupervisor(run_dir, share.name, share_children(config, run_dir, share), early_signals=early).run()
+    specs = share_children(config, run_dir, share)
+    return NodeSupervisor(run_dir, share.name, specs, early_signals=early, owner=os.getppid()).run()
 
 
 def _prepared_mark(run_dir: RunDir) -> Path:

@@ -41,7 +41,8 @@ WARNING_RESERVE_S = 10.0
 
 class NodeSupervisor:
     """The loop of one supervisor process. One that `joined` a running run may come and go: its signals and its end are
-    no matter of the run's, and it gives no verdict on it. `early_signals` came before there was a supervisor."""
+    no matter of the run's, and it gives no verdict on it. `early_signals` came before there was a supervisor. `owner` is the parent's pid: without it nobody
+    could end this node's part any more, so it ends itself."""
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class NodeSupervisor:
         *,
         joined: bool = False,
         early_signals: Sequence[int] = (),
+        owner: int | None = None,
     ) -> None:
         self.run_dir, self.name, self.specs, self.joined = run_dir, name, specs, joined
-        self.early_signals = early_signals
+        self.early_signals, self.owner = early_signals, owner
         self.config = load_config(run_dir)
         self.children = Children(run_dir.logs, role_environment(run_dir))
         self.incidents = IncidentLog(run_dir.logs, name)
@@ -144,6 +146,9 @@ class NodeSupervisor:
             self.cause = f"{event.name} ended by {event.cause}"
 
     def _check_deadlines(self) -> None:
+        if self.owner is not None and os.getppid() != self.owner:
+            log.error("the process that started this supervisor is gone: everything here ends at once")
+            self.verdict, self.leave_grace_s = Outcome(status=INTERRUPTED, cause="the node lost its job step"), 0.0
         if self.verdict is None and not self.link.connected:
             self.verdict = current_outcome(self.run_dir)  # it may have been spoken while nobody listened
         if self.verdict is None and self.give_up_at is not None and time.monotonic() >= self.give_up_at:

@@ -16,7 +16,7 @@ from psrl.slurm.queue import PENDING, RUNNING, QueuedJob, QueueReading
 from psrl.telemetry.members import Member
 from psrl.telemetry.metrics import Row, number
 from psrl.telemetry.progress import ETA_STEPS
-from psrl.telemetry.recent import StalenessTail, last_step, last_trouble, mean_of, recent_rows, restarts, tokens_per_s
+from psrl.telemetry.recent import StalenessTail, last_step, last_trouble, mean_of, rate, recent_rows, restarts
 
 REQUEUED = "REQUEUED"
 """Slurm calls it PENDING: the job has run before and will go on."""
@@ -102,7 +102,7 @@ class RunFacts:
             total_steps=self.total_steps,
             reward=number(self.rows[-1], "critic/rewards/mean") if self.rows else None,
             max_staleness=self.max_staleness,
-            tokens_per_s=tokens_per_s(self.rows),
+            tokens_per_s=rate(self.rows, "perf/total_num_tokens"),
             eta_s=eta_s,
             restarts=self.restarts,
             requeues=queued.restarts if queued is not None else _requeues_of(self.verdict),
@@ -115,8 +115,8 @@ def state_of(facts: RunFacts, queued: QueuedJob | None, queue: QueueReading) -> 
     verdict, job = facts.verdict, facts.job
     if queued is not None:
         if queued.state == PENDING:
-            after = f", after {job.after}" if job is not None and job.after and queued.reason == "Dependency" else ""
-            return REQUEUED if queued.restarts else PENDING, f"({queued.reason}{after})" if queued.reason else ""
+            after = f" on job {job.after}" if job is not None and job.after and queued.reason == "Dependency" else ""
+            return REQUEUED if queued.restarts else PENDING, f"{queued.reason}{after}"
         # The verdict of the attempt before is still there until the next one has begun.
         if verdict is not None and verdict.status != INTERRUPTED and _requeues_of(verdict) == queued.restarts:
             return verdict.status, ""
@@ -126,10 +126,8 @@ def state_of(facts: RunFacts, queued: QueuedJob | None, queue: QueueReading) -> 
     if verdict is not None:
         return verdict.status, ""
     if job is None:
-        return (NO_VERDICT, "no launcher of it runs on this host") if facts.begun else (NOT_STARTED, "")
-    if queue.problem:
-        return SUBMITTED, "whether it waits or runs is not known"
-    if queue.asked_at_s <= job.submitted_at_s:
+        return (NO_VERDICT, "it does not run on this host") if facts.begun else (NOT_STARTED, "")
+    if queue.problem or queue.asked_at_s <= job.submitted_at_s:
         return SUBMITTED, ""
     return NO_VERDICT, "its job has left the queue"
 

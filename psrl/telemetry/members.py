@@ -13,6 +13,9 @@ from psrl.telemetry.timeline_read import natural
 PLACES = ("run_dir", "hydra.")
 """Overrides that say where a member lives, not what it does."""
 
+VAGUE = ("enable", "method", "name", "path", "threshold")
+"""Last parts of keys that say nothing without the part before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
@@ -77,20 +80,21 @@ def with_settings(members: Sequence[Member]) -> list[Member]:
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Each key with as few of its last parts as tell it from the others.
+    """Each key with as few of its last parts as tell it from the others and mean something.
 
-    `short_keys(["psrl.staleness", "a.enable", "b.enable"]) == {"psrl.staleness": "staleness", "a.enable": "a.enable", ...}`
+    `short_keys(["psrl.staleness", "psrl.lmcache.enable"]) == {"psrl.staleness": "staleness", ...: "lmcache.enable"}`
     """
     short = {}
     for key in keys:
         parts = key.split(".")
-        tails = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        least = min(2 if parts[-1] in VAGUE else 1, len(parts))
+        tails = (".".join(parts[-length:]) for length in range(least, len(parts) + 1))
         short[key] = next(t for t in tails if t == key or sum(f".{other}".endswith(f".{t}") for other in keys) == 1)
     return short
 
 
 def settings_text(settings: Mapping[str, str]) -> str:
-    """`settings_text({"psrl.staleness": "1", "a.enable": ""}) == "staleness=1 enable=default"`"""
+    """`settings_text({"psrl.staleness": "1", "optim.lr": ""}) == "staleness=1 lr=default"`"""
     short = short_keys(list(settings))
     return " ".join(f"{short[key]}={value or 'default'}" for key, value in settings.items())
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from psrl.telemetry.figures import series, style
 from psrl.telemetry.progress import duration
 from psrl.telemetry.record import Incident, RunRecord
 from psrl.telemetry.sections import build_sections
+
+UNKNOWN = "–"
+"""Shown where nothing tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +21,27 @@ class Card:
     note: str = ""
 
 
+def render(template: str, **values: Any) -> str:
+    """A template of this package; whatever is put in is text, not markup."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("psrl.telemetry", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(**values)
+
+
 def render_page(record: RunRecord) -> str:
     """The HTML of a run, finished or not; sections without data are left out."""
-    from jinja2 import Environment, StrictUndefined
-
-    template = files("psrl.telemetry").joinpath("page.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     zero_s = _zero_s(record)
     with style():
         sections = build_sections(record, zero_s)
-    return environment.from_string(template).render(
+    return render(
+        "page.html.j2",
         title=record.config.get("trainer.experiment_name") or record.run_dir.name,
         status=record.summary["status"],
         cause=record.summary["cause"],
@@ -70,25 +83,25 @@ def headline(record: RunRecord) -> str:
 
 
 def cards(record: RunRecord) -> list[Card]:
-    """The headline numbers, the most asked-for first; "?" where nothing tells."""
+    """The headline numbers, the most asked-for first; "–" where nothing tells."""
     s, bound = record.summary, record.config.get("psrl.staleness")
     asked = record.config.get("trainer.total_training_steps")
     means = series(record.rows, "staleness/mean")[1]
-    rewards = f"{_known(s['reward_first'], '.2f')} → {_known(s['reward_last'], '.2f')}"
-    stale = _known(sum(means) / len(means) if means else None, ".2f")
-    pull = f"pause; pull {_seconds(s['pull_s_mean'])}, {s['transport'] or 'transport unknown'}"
-    lost = f"{_known(s['groups_dropped'], 'd')} dropped, {_known(s['groups_requeued'], 'd')} requeued"
+    rewards = f"{known(s['reward_first'], '.2f')} → {known(s['reward_last'], '.2f')}"
+    stale = known(sum(means) / len(means) if means else None, ".2f")
+    pull = f"pause; pull {seconds(s['pull_s_mean'])}, {s['transport'] or 'transport unknown'}"
+    lost = f"{known(s['groups_dropped'], 'd')} dropped, {known(s['groups_requeued'], 'd')} requeued"
     return [
         Card("Reward", rewards, "first and last five steps"),
         Card("Steps", f"{s['steps']} / {asked}" if asked else str(s["steps"]), f"version {s['version']}"),
-        Card("Speed", f"{_big(s['tokens_per_s'])} tok/s", f"{_known(s['samples_per_s'], '.1f')} samples/s trained"),
-        Card("Step", _seconds(s["step_s_mean"]), f"{_duration(s['wall_s'])} in all"),
-        Card("Instances busy", _known(s["rollout_busy_fraction"], ".0%"), "of the training time, decoding"),
-        Card("Trainer busy", _known(s["train_busy_fraction"], ".0%"), "not waiting for samples"),
-        Card("Staleness", f"{stale} mean", f"{_known(s['max_staleness'], 'd')} at most, {_known(bound, 'd')} allowed"),
-        Card("New weights", _seconds(s["pause_s_mean"]), pull),
-        Card("Groups trained", _big(s["groups_trained"]), lost),
-        Card("Incidents", str(len(record.incidents)), f"processes started again: {_known(s['restarts'], 'd')}"),
+        Card("Speed", f"{big(s['tokens_per_s'])} tok/s", f"{known(s['samples_per_s'], '.1f')} samples/s trained"),
+        Card("Step", seconds(s["step_s_mean"]), f"{span(s['wall_s'])} in all"),
+        Card("Instances busy", known(s["rollout_busy_fraction"], ".0%"), "of the training time, decoding"),
+        Card("Trainer busy", known(s["train_busy_fraction"], ".0%"), "not waiting for samples"),
+        Card("Staleness", f"{stale} mean", f"{known(s['max_staleness'], 'd')} at most, {known(bound, 'd')} allowed"),
+        Card("New weights", seconds(s["pause_s_mean"]), pull),
+        Card("Groups trained", big(s["groups_trained"]), lost),
+        Card("Incidents", str(len(record.incidents)), f"processes started again: {known(s['restarts'], 'd')}"),
     ]
 
 
@@ -103,22 +116,23 @@ def _incident_row(incident: Incident, zero_s: float) -> dict[str, str]:
     return {"when": when, "who": incident.name or incident.role, "cause": incident.cause, "then": followed}
 
 
-def _known(value: Any, spec: str) -> str:
-    return "?" if value is None else format(value, spec)
+def known(value: Any, spec: str) -> str:
+    """`value` by a format spec; UNKNOWN for None, as of the others."""
+    return UNKNOWN if value is None else format(value, spec)
 
 
-def _big(value: float | None) -> str:
-    return "?" if value is None else f"{value:,.0f}".replace(",", " ")
+def big(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.0f}".replace(",", " ")
 
 
-def _seconds(value: float | None) -> str:
+def seconds(value: float | None) -> str:
     if value is None:
-        return "?"
+        return UNKNOWN
     return f"{value * 1000:.0f} ms" if value < 0.9995 else f"{value:.2f} s"
 
 
-def _duration(value: float | None) -> str:
-    return "?" if value is None else duration(value)
+def span(value: float | None) -> str:
+    return UNKNOWN if value is None else duration(value)
 
 
 def _shown(value: Any) -> str:

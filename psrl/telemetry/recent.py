@@ -71,16 +71,12 @@ def mean_of(rows: Iterable[Row], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def tokens_per_s(rows: Sequence[Row]) -> float | None:
-    """Trained tokens over step time of these rows together."""
-    known = [
-        (tokens, seconds)
-        for row in rows
-        if (tokens := number(row, "perf/total_num_tokens")) is not None
-        and (seconds := number(row, "timing_s/step")) is not None
-    ]
-    seconds = sum(s for _, s in known)
-    return sum(t for t, _ in known) / seconds if seconds > 0 else None
+def rate(rows: Iterable[Row], key: str) -> float | None:
+    """Sum of `key` over the sum of step times, of the rows that have both."""
+    pairs = [(number(row, key), number(row, "timing_s/step")) for row in rows]
+    known = [(amount, seconds) for amount, seconds in pairs if amount is not None and seconds is not None]
+    total_s = sum(seconds for _, seconds in known)
+    return sum(amount for amount, _ in known) / total_s if total_s > 0 else None
 
 
 def last_step(rows: Sequence[Row]) -> int:

@@ -45,7 +45,7 @@ class Plot:
 def build_sections(record: RunRecord, zero_s: float) -> list[Section]:
     """Sections that have something to show; `zero_s` is the Unix time that the timeline calls 0."""
     rows, bound = record.rows, record.config.get("psrl.staleness")
-    return _drawn(
+    return drawn(
         (
             "Reward",
             "Mean reward of the samples that each step trained on.",
@@ -116,7 +116,8 @@ def _lanes_hint(record: RunRecord) -> str:
     return hint if len(lanes) <= MAX_LANES else f"{hint} {MAX_LANES} of {len(lanes)} processes are shown."
 
 
-def _drawn(*wanted: tuple[str, str, list[Plot]]) -> list[Section]:
+def drawn(*wanted: tuple[str, str, list[Plot]]) -> list[Section]:
+    """Each (title, hint, plots) as a section, without the plots that draw None and sections of such alone."""
     sections = []
     for title, hint, parts in wanted:
         panels = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,26 +20,54 @@ if TYPE_CHECKING:
 
 COLOURS = {COMPLETED: "green", FAILED: "bold red", NO_VERDICT: "red", RUNNING: "cyan", RUNNING_HERE: "cyan"}
 FULL_WIDTH = 100_000
-NUMBERS = ("step", "reward", "staleness", "tokens/s", "ETA", "restarts", "requeues")
-FOLDED = ("state",)
-"""Columns that a narrow terminal may break over several lines, as it may settings."""
+LEAST_FOLDED = 12
+GAP = 2
 
 
-def cells(row: MemberStatus, short: dict[str, str]) -> dict[str, str]:
-    """Column name to text; "" where there is nothing to say."""
-    return {
-        "#": row.name,
-        **{short[key]: value or "default" for key, value in row.settings.items()},
-        "job": row.job_id or "",
-        "state": f"{row.state} {row.detail}".strip(),
-        "step": str(row.step) if row.total_steps is None else f"{row.step}/{row.total_steps}",
-        "reward": "" if row.reward is None else f"{row.reward:.3g}",
-        "staleness": "" if row.max_staleness is None else str(row.max_staleness),
-        "tokens/s": "" if row.tokens_per_s is None else f"{row.tokens_per_s:.0f}",
-        "ETA": "" if row.eta_s is None else hours_minutes(row.eta_s),
-        "restarts": str(row.restarts or ""),
-        "requeues": str(row.requeues or ""),
-    }
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    texts: list[str]
+    """One a member; "" where there is nothing to say."""
+    is_number: bool = False
+    folds: bool = False
+    """A narrow terminal may break it over several lines."""
+    spare: int = 0
+    """Which column a narrow terminal goes without first: 1 before 2; 0 is always there."""
+
+    @property
+    def least_width(self) -> int:
+        width = max(map(len, [self.title, *self.texts]))
+        return min(width, LEAST_FOLDED) if self.folds else width
+
+
+def columns(rows: Sequence[MemberStatus]) -> list[Column]:
+    """Those that have something to say."""
+    short = short_keys(list(rows[0].settings)) if rows else {}
+    found = [
+        Column("#", [row.name for row in rows]),
+        *(Column(name, [row.settings[key] or "default" for row in rows], folds=True) for key, name in short.items()),
+        Column("job", [row.job_id or "" for row in rows]),
+        Column("state", [row.state for row in rows]),
+        Column("step", [_of(row.step, row.total_steps) for row in rows], is_number=True),
+        Column("reward", [_known(row.reward, ".3g") for row in rows], is_number=True, spare=5),
+        Column("max stale", [_known(row.max_staleness, "d") for row in rows], is_number=True, spare=4),
+        Column("tokens/s", [_known(row.tokens_per_s, ".0f") for row in rows], is_number=True, spare=3),
+        Column("ETA", ["" if row.eta_s is None else hours_minutes(row.eta_s) for row in rows], is_number=True),
+        Column("restarts", [str(row.restarts or "") for row in rows], is_number=True, spare=1),
+        Column("requeues", [str(row.requeues or "") for row in rows], is_number=True, spare=2),
+        Column("details", [row.detail for row in rows], folds=True),
+    ]
+    return [column for column in found if any(column.texts)]
+
+
+def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """The columns without those that this many characters have no room for."""
+    shown = list(columns)
+    for column in sorted((c for c in columns if c.spare), key=lambda c: c.spare):
+        if sum(c.least_width + GAP for c in shown) - GAP > width:
+            shown.remove(column)
+    return shown
 
 
 def hours_minutes(seconds: float) -> str:
@@ -77,23 +106,23 @@ class Screen:
             self._live.stop()
 
     def show(self, rows: Sequence[MemberStatus], notice: str) -> None:
-        content = render(self._title, rows, notice)
         if self._live is not None:
-            self._live.update(content, refresh=True)
+            self._live.update(render(self._title, rows, notice, self._live.console.width), refresh=True)
         elif self._stream.isatty():
-            _console(self._stream).print(content)
-        elif (text := plain(content)) != self._shown:
+            console = _console(self._stream)
+            console.print(render(self._title, rows, notice, console.width))
+        elif (text := plain(self._title, rows, notice)) != self._shown:
             self._stream.write("\n" * bool(self._shown) + text)
             self._stream.flush()
             self._shown = text
 
 
-def render(title: str, rows: Sequence[MemberStatus], notice: str) -> RenderableType:
+def render(title: str, rows: Sequence[MemberStatus], notice: str, width: int) -> RenderableType:
     """Title, table, and below it what Slurm does not tell and what went wrong, each in full."""
     from rich.console import Group
     from rich.text import Text
 
-    lines = [Text(title, style="bold", overflow="fold"), _table(rows)]
+    lines = [Text(title, style="bold", overflow="fold"), _table(rows, width)]
     if len(rows) > 1:
         lines.append(Text(summary_line(rows), style="dim"))
     if notice:
@@ -104,41 +133,43 @@ def render(title: str, rows: Sequence[MemberStatus], notice: str) -> RenderableT
     return Group(*lines)
 
 
-def plain(content: RenderableType) -> str:
-    """The text as it is read from a file: no colour, no line broken."""
+def plain(title: str, rows: Sequence[MemberStatus], notice: str = "") -> str:
+    """The same as it is read from a file: no colour, no line broken."""
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=FULL_WIDTH, color_system=None, force_terminal=False).print(content)
+    Console(file=out, width=FULL_WIDTH, color_system=None, force_terminal=False).print(
+        render(title, rows, notice, FULL_WIDTH)
+    )
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
-def _table(rows: Sequence[MemberStatus]) -> RenderableType:
+def _table(rows: Sequence[MemberStatus], width: int) -> RenderableType:
     from rich.table import Table
+    from rich.text import Text
 
-    short = short_keys(list(rows[0].settings)) if rows else {}
-    lines = [cells(row, short) for row in rows]
-    columns = [name for name in lines[0] if any(line[name] for line in lines)] if lines else []
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for name in columns:
-        folds = name in FOLDED or name in short.values()
-        width = max(len(line[name]) for line in lines) if name == "job" else None
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False)
+    shown = fitting(columns(rows), width)
+    for column in shown:
         table.add_column(
-            name,
-            justify="right" if name in NUMBERS else "left",
-            no_wrap=not folds,
-            min_width=width,
-            overflow="fold" if folds else "ellipsis",
+            column.title,
+            justify="right" if column.is_number else "left",
+            no_wrap=not column.folds,
+            min_width=column.least_width,
+            overflow="fold",
         )
-    for row, line in zip(rows, lines, strict=True):
-        table.add_row(*(_styled(name, line[name], row) for name in columns))
+    for index, row in enumerate(rows):
+        styles = (COLOURS.get(row.state, "yellow") if column.title == "state" else "" for column in shown)
+        table.add_row(*(Text(column.texts[index], style) for column, style in zip(shown, styles, strict=True)))
     return table
 
 
-def _styled(name: str, text: str, row: MemberStatus) -> RenderableType:
-    from rich.text import Text
+def _of(step: int, total: int | None) -> str:
+    return str(step) if total is None else f"{step}/{total}"
 
-    return Text(text, style=COLOURS.get(row.state, "yellow") if name == "state" else "")
+
+def _known(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
 
 
 def _console(stream: TextIO) -> Console:

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from psrl.net.addresses import interface_of
 from psrl.role import Role
 from psrl.rundir.endpoints import Endpoint, latest_endpoint, publish_endpoint
 
@@ -20,8 +21,8 @@ def init_process_group(role: Role, rank: int, world_size: int) -> None:
     """Join the ranks of this attempt (gloo). A single rank needs no group. TimeoutError names who was waited for."""
     if world_size == 1:
         return
-    if role.local:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Left alone, gloo binds to whatever the host's name resolves to, on many systems 127.0.1.1.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(role.address))
     name = f"trainer-store-{role.attempt}"
     timeout_s = role.config.psrl.fault_tolerance.startup_timeout_s
     if rank == 0:

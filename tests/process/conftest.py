@@ -1,41 +1,12 @@
-"""Whole runs as fixtures: one tiny model for all of them, and nothing left of a run when its test has ended."""
+"""Whole runs as fixtures; nothing is left of a run when its test has ended."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import pytest
-from omegaconf import OmegaConf
-from runs import DEADLINE_S, SMALL, NewRun, Run
-
-from psrl.config.compose import compose_config
-from psrl.config.schema import Config
-from psrl.local import lay_out
-from psrl.rundir.layout import RunDir
-from psrl.supervisor.node import role_environment
-
-MODEL = {
-    "data.max_response_length": 256,
-    "model.tiny.hidden_size": 64,
-    "model.tiny.num_layers": 2,
-    "model.tiny.warm_start_steps": 0,
-}
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory for `model=`, with random weights: what a run learns is not the point here."""
-    run_dir = RunDir(tmp_path_factory.mktemp("model") / "run")
-    run_dir.create()
-    config = compose_config([f"{key}={value}" for key, value in (SMALL | MODEL).items()])
-    lay_out(run_dir, cast(Config, OmegaConf.to_object(config)))
-    prepare = [sys.executable, "-m", "psrl.prepare", str(run_dir.path)]
-    subprocess.run(prepare, env=role_environment(run_dir), check=True, timeout=DEADLINE_S)
-    return run_dir.path / "model"
+from runs import NewRun, Run
 
 
 @pytest.fixture

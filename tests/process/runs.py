@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import psrl
 from psrl.audit import AuditReport, audit
 from psrl.coordinator.ledger import replay
 from psrl.coordinator.records import AnyRecord, Occupy, Publish, Release, Reserve, Start, Take
+from psrl.join import joiner_name
 from psrl.outcome import Outcome, read_outcome
 from psrl.role import load_config
 from psrl.rundir.layout import RunDir
@@ -56,9 +58,10 @@ class Run:
         self.dir = RunDir(path)
         self.overrides = SMALL | dict(overrides)
         self.launcher: subprocess.Popen[bytes] | None = None
+        self.joiners: list[subprocess.Popen[bytes]] = []
         self._token = secrets.token_hex(8)
         """In the environment of every process of this run, however it was started."""
-        self._env = {
+        self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, [Path(psrl.__file__).parent.parent, module_dir]))),
             MARK: self._token,
@@ -83,8 +86,19 @@ class Run:
         ]
         with self._output.open("ab") as output:
             return subprocess.Popen(
-                argv, env=self._env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                argv,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
+
+    def join(self, *arguments: str) -> Joiner:
+        """A joiner on this host."""
+        joiner = Joiner(self, arguments)
+        self.joiners.append(joiner.process)
+        return joiner
 
     def second_launcher(self) -> int:
         """Exit code of another launcher on the same run directory, while the first one runs."""
@@ -122,8 +136,8 @@ class Run:
                 process.kill()
             except psutil.NoSuchProcess:
                 pass
-        if self.launcher is not None:
-            self.launcher.wait(DEADLINE_S)
+        for process in filter(None, [self.launcher, *self.joiners]):
+            process.wait(DEADLINE_S)
 
     # ---- processes -------------------------------------------------------------------------------------------
 
@@ -239,6 +253,37 @@ class Run:
         return "\n".join(parts)
 
 
+class Joiner:
+    """`python -m psrl.join` as a process of its own; its log is in `output`."""
+
+    def __init__(self, run: Run, arguments: tuple[str, ...]) -> None:
+        self._output = run.dir.path.with_name(f"{run.dir.path.name}.join-{len(run.joiners)}.out")
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "psrl.join", str(run.dir.path), *arguments],
+                env=run.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    @property
+    def name(self) -> str:
+        """The name that its roles have after "instance-" and "agent-loop-"."""
+        return joiner_name({}, socket.gethostname(), self.process.pid)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the joiner has not ended within {timeout_s:g} s\n{self.output}") from None
+
+
 def trained(records: list[AnyRecord]) -> dict[int, list[Reserve]]:
     """Buffer -> the groups trained in it, in the surviving history: a trainer start takes back what its checkpoint does
     not hold."""
@@ -257,6 +302,45 @@ def trained(records: list[AnyRecord]) -> dict[int, list[Reserve]]:
             case Publish():
                 version = record.version
     return {buffer: taken for buffer, taken in buffers.items() if buffer < version}
+
+
+def stopped_at_work(run: Run, name: str) -> tuple[psutil.Process, set[int]]:
+    """The process of an instance, stopped in mid-generation, and the groups that it was making."""
+
+    def reserved() -> set[int]:
+        return {group for group, reserve in run.open_groups().items() if reserve.instance == name}
+
+    def stopped() -> tuple[psutil.Process, set[int]] | None:
+        before, process = reserved(), run.find(name)
+        if run.version < 1 or not before or process is None:
+            return None
+        worked = process.cpu_times().user + 0.1
+        run.until(lambda: process.cpu_times().user > worked, f"{name} had worked on them")
+        process.suspend()
+        time.sleep(0.2)  # what had left it is in the ledger now; what is open still can only be here
+        if groups := before & reserved():
+            return process, groups
+        process.resume()
+        return None
+
+    return run.until(stopped, f"{name} was in mid-generation")
+
+
+GATE = '''
+import pathlib, time
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    """Waits while the gate is closed: the run then waits too, and no step is used up."""
+    while (pathlib.Path(__file__).parent / "closed").exists():
+        time.sleep(0.02)
+    return float(len(solution_str) % 2)
+'''
+
+
+def gated(directory: Path) -> dict[str, object]:
+    """A reward that waits while `directory`/closed exists."""
+    (directory / "gate.py").write_text(GATE)
+    return {"reward.function": "gate:reward", "reward.timeout_s": DEADLINE_S}
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
-from runs import DEADLINE_S, LONG, ONE_INSTANCE, NewRun, Run, of, trained
+from runs import DEADLINE_S, LONG, ONE_INSTANCE, NewRun, Run, gated, of, stopped_at_work, trained
 
 from psrl.coordinator.records import DROPPED, REQUEUED, Occupy, Release, Reserve, Start
 from psrl.models.tokenizer import load_tokenizer
@@ -29,28 +28,6 @@ END_S = 60.0
 """A run that cannot go on ends within this."""
 
 
-def stopped_at_work(run: Run, name: str) -> tuple[psutil.Process, set[int]]:
-    """The process of an instance, stopped in mid-generation, and the groups that it was making."""
-
-    def reserved() -> set[int]:
-        return {group for group, reserve in run.open_groups().items() if reserve.instance == name}
-
-    def stopped() -> tuple[psutil.Process, set[int]] | None:
-        before, process = reserved(), run.find(name)
-        if run.version < 1 or not before or process is None:
-            return None
-        worked = process.cpu_times().user + 0.1
-        run.until(lambda: process.cpu_times().user > worked, f"{name} had worked on them")
-        process.suspend()
-        time.sleep(0.2)  # what had left it is in the ledger now; what is open still can only be here
-        if groups := before & reserved():
-            return process, groups
-        process.resume()
-        return None
-
-    return run.until(stopped, f"{name} was in mid-generation")
-
-
 def sealed_groups(run: Run) -> dict[int, Group]:
     """Every sealed group by number, read as a trainer reads it."""
     groups: dict[int, Group] = {}
@@ -63,22 +40,6 @@ def sealed_groups(run: Run) -> dict[int, Group]:
 
 
 # ---- rollout instances ---------------------------------------------------------------------------------------
-
-GATE = '''
-import pathlib, time
-
-def reward(data_source, solution_str, ground_truth, extra_info):
-    """Waits while the gate is closed: the run then waits too, and no step is used up."""
-    while (pathlib.Path(__file__).parent / "closed").exists():
-        time.sleep(0.02)
-    return float(len(solution_str) % 2)
-'''
-
-
-def gated(directory: Path) -> dict[str, object]:
-    """A reward that waits while `directory`/closed exists."""
-    (directory / "gate.py").write_text(GATE)
-    return {"reward.function": "gate:reward", "reward.timeout_s": DEADLINE_S}
 
 
 def serves_again(run: Run, instance: str, directory: Path) -> None:

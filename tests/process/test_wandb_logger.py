@@ -9,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from psrl.telemetry.metrics import MetricsWriter
-from psrl.telemetry.wandb_logger import histogram_arrays, run_id
+from psrl.telemetry.wandb_file import highest_step
+from psrl.telemetry.wandb_logger import StepCursor, histogram_arrays, run_id
 
 pytestmark = pytest.mark.process
 
@@ -20,7 +22,7 @@ DEADLINE_S = 120
 
 
 def make_run(path, name="a-run"):
-    path.mkdir()
+    path.mkdir(parents=True)
     (path / "config.yaml").write_text(
         f"trainer:\n  project_name: a-project\n  experiment_name: {name}\npsrl:\n  staleness: 1\n"
         "optim:\n  lr: 1e-06\nalias: ${psrl.staleness}\n"
@@ -33,7 +35,7 @@ def write_steps(run_dir, steps):
         for step in steps:
             histogram = {"0": 3, "2": 1}
             row = {"training/global_step": step, "critic/rewards/mean": step / 10, "staleness/hist": histogram}
-            writer.write(row | {"actor/grad_norm": float("nan")})
+            writer.write(row | {"actor/grad_norm": float("nan"), "training/num_samples": 8, "timing_s/step": 0.5})
 
 
 def start(run_dir, *options, **environment):
@@ -62,7 +64,7 @@ def wait_for(condition):
 
 def logged(run_dir):
     found = (line.strip() for path in (run_dir / "logs").glob("wandb_steps.*") for line in path.open())
-    return [int(line) for line in found if line]
+    return [int(line) for line in found if line.isdigit()]
 
 
 def records(path):
@@ -126,6 +128,8 @@ def test_two_starts_share_one_run_and_each_step_is_logged_once(tmp_path):
     assert config["psrl"] == {"staleness": 1} and config["optim"] == {"lr": 1e-6} and config["alias"] == 1
     assert history[1]["critic/rewards/mean"] == 0.2 and history[1]["training/global_step"] == 2
     assert "actor/grad_norm" not in history[1]
+    totals = [(row["training/total_samples"], row["training/total_time_s"]) for _, rows in runs for row in rows]
+    assert totals == [(8 * step, 0.5 * step) for step in range(1, 7)]  # steps 3 and 4 count once
     assert history[0]["staleness/hist/_type"] == "histogram" and history[0]["staleness/hist/values"] == [3, 0, 1]
     times = [json.loads(line)["_timestamp"] for line in (run_dir / "metrics.jsonl").open()]
     assert history[0]["_timestamp"] == times[0]  # when the step was done, not when it was logged
@@ -155,6 +159,107 @@ def test_sigterm_logs_what_is_there_and_ends(tmp_path):
         process.send_signal(number)
     finish(process)
     assert [row["_step"] for _, history in offline_runs(run_dir) for row in history] == [1, 2]
+
+
+def make_member(sweep_dir, number, *overrides):
+    """A member of a sweep without a name of its own."""
+    run_dir = make_run(sweep_dir / str(number), "null")
+    sweep = {"id": "ab12cd34", "dir": str(sweep_dir), "number": number, "overrides": list(overrides)}
+    (run_dir / "run.json").write_text(json.dumps({"run_id": "x", "created": "", "sweep": sweep}))
+    return run_dir
+
+
+def test_members_of_a_sweep_are_one_group_and_each_goes_on_under_its_id(tmp_path):
+    members = [make_member(tmp_path / "s", n, f"psrl.staleness={n}", "optim.lr=1e-6", "note='a b'") for n in range(3)]
+    for run_dir in members:
+        write_steps(run_dir, [1, 2])
+        finish(start(run_dir, "--once"))
+    write_steps(members[1], [3])
+    finish(start(members[1], "--once"))  # requeued
+
+    runs = [offline_runs(run_dir) for run_dir in members]
+    headers = [header for parts in runs for header, _ in parts]
+    assert [len(parts) for parts in runs] == [1, 2, 1]
+    assert {header.run_group for header in headers} == {"ab12cd34"}
+    assert [len({header.run_id for header, _ in parts}) for parts in runs] == [1, 1, 1]
+    assert len({header.run_id for header in headers}) == 3
+    assert [header.display_name for header in headers] == ["0-staleness=0", *["1-staleness=1"] * 2, "2-staleness=2"]
+    assert [list(header.tags) for header in headers[:1]] == [["staleness=0"]]
+    config = {update.key: json.loads(update.value_json) for update in headers[0].config.update}
+    assert config["sweep/psrl.staleness"] == 1  # typed, as resolved: the file says 1 for every member of this test
+    assert "sweep/optim.lr" not in config  # the same in every member
+
+
+def steps_in_order(run_dir):
+    return [row["_step"] for _, history in offline_runs(run_dir) for row in history]
+
+
+def test_a_preempted_job_loses_no_step(tmp_path):
+    """SIGTERM goes to every process of the job at once: W&B's own dies of it with what it has not written."""
+    run_dir = make_run(tmp_path / "run")
+    write_steps(run_dir, [1, 2, 3])
+    process = start(run_dir)
+    wait_for(lambda: logged(run_dir) == [1, 2, 3])
+    write_steps(run_dir, [4])
+    others = psutil.Process(process.pid).children(recursive=True)
+    assert others, "W&B has a process of its own"
+    for other in others:
+        other.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+    assert steps_in_order(run_dir) == [1, 2, 3, 4]
+
+    write_steps(run_dir, [3, 4, 5])  # requeued, resumed at the checkpoint of step 2
+    finish(start(run_dir, "--once"))
+    assert steps_in_order(run_dir) == [1, 2, 3, 4, 5]
+    assert {header.run_id for header, _ in offline_runs(run_dir) if header} == {run_id(run_dir)}
+
+
+def test_a_killed_logger_leaves_no_gap(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    write_steps(run_dir, [1, 2, 3])
+    process = start(run_dir)
+    wait_for(lambda: logged(run_dir) == [1, 2, 3])
+    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+        victim.kill()
+    process.communicate(timeout=DEADLINE_S)
+    held = steps_in_order(run_dir)
+    write_steps(run_dir, [4])
+    finish(start(run_dir, "--once"))
+    assert len(held) < 3 and steps_in_order(run_dir) == [1, 2, 3, 4]
+
+
+def test_after_an_unclean_end_what_is_held_is_not_logged_again(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    write_steps(run_dir, [1, 2, 3])
+    finish(start(run_dir, "--once"))
+    assert highest_step(run_dir / "logs" / "wandb", run_id(run_dir)) == 3
+    mark = run_dir / "logs" / f"wandb_steps.{run_id(run_dir)}"
+    mark.write_text(mark.read_text().replace("end", "5"))  # logged up to 5, then killed
+    write_steps(run_dir, [4, 5, 6])
+    finish(start(run_dir, "--once"))
+    assert steps_in_order(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("lines", "held", "highest"),
+    [
+        (None, 9, 0),
+        ("1\n2\nend", 0, 2),
+        ("1\n2", 1, 1),
+        ("1\n2", 7, 2),
+        ("1\n2\nend\n3\n4", 0, 2),
+        ("1\n2\nend\n3\n4", 3, 3),
+        ("1\n2\nend\n3\nend", 0, 3),
+    ],
+)
+def test_what_a_start_goes_on_from(tmp_path, lines, held, highest):
+    path = tmp_path / "wandb_steps.x"
+    if lines is not None:
+        path.write_text(f"\n{lines}\n")
+    rows = [{"training/global_step": step} for step in range(1, 12)]
+    assert next(iter(StepCursor(path, lambda: held).new(rows)))["training/global_step"] == highest + 1
 
 
 def test_it_ends_when_its_parent_dies(tmp_path):

@@ -1,0 +1,20 @@
+#!/bin/bash
+# Checks everything, then submits the run as one heterogeneous job. More KEY=VALUE may follow; a later one wins.
+#
+#   ./launch.sh hydra.launcher.dry_run=true     print the job, submit nothing
+#   ./launch.sh psrl.staleness=0,1,2            a sweep: one job for each value
+#   ./launch.sh run_dir=RUN_DIR                 the directory of a run again: goes on
+set -euo pipefail
+source "$(dirname "$(realpath "$0")")/overrides.sh"
+
+cluster=(  # Edit: these two partitions, and an account if yours wants one.
+  hydra.launcher.trainer.partition=train
+  hydra.launcher.rollout.partition=rollout
+  # hydra.launcher.account=lab
+  hydra.launcher.time=1-00:00:00
+  hydra.launcher.rollout.cpus_per_task=64
+  hydra.launcher.signal_delay_s=600
+  'hydra.launcher.sbatch=["--exclusive","--mem=0"]'
+)
+
+exec "${PSRL_PYTHON:-python}" -m psrl.launch -m hydra/launcher=submitit_slurm "${cluster[@]}" "${overrides[@]}" "$@"

@@ -1,0 +1,119 @@
+"""Processes that outlive the program that starts them, and are found again by their pid files."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+END_DEADLINE_S = 20.0
+PR_SET_CHILD_SUBREAPER = 36
+PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+"""Debian keeps daemons in sbin, which is not on every user's path."""
+KEEPER = (sys.executable, "-S", __file__)
+"""Before a slurmd's command line: this file as a program, see keep_node."""
+
+
+class MiniSlurmError(Exception):
+    """One sentence for the user."""
+
+
+def process_stat(pid: int) -> tuple[str, int, int] | None:
+    """(state letter, parent's pid, start time in ticks since boot); None if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], int(fields[1]), int(fields[19])
+
+
+def descendants(root: int) -> list[int]:
+    """The living processes below root, parents before their children."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        stat = process_stat(int(entry.name)) if entry.name.isdigit() else None
+        if stat and stat[0] != "Z":
+            children.setdefault(stat[1], []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def keep_node(slurmd_command: list[str]) -> None:
+    """Runs a slurmd; whatever it started, daemons too, stays below this process (a subreaper) and ends with it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    slurmd = subprocess.Popen(slurmd_command)
+    while os.wait()[0] != slurmd.pid:
+        pass
+    try:
+        while True:
+            kill(descendants(os.getpid()))
+            os.wait()
+    except ChildProcessError:
+        return
+
+
+def clean_environment() -> dict[str, str]:
+    """Nothing of another cluster, or of a job that this runs in."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "SBATCH_", "SINFO_"))}
+    return inherited | {"PATH": PATH}
+
+
+class Daemon:
+    """A process of a cluster that outlives this program; its pid file tells which one it is."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.directory, self.name = directory, name
+        self.pid_file = directory / "pids" / name
+        self.output = directory / "log" / f"{name}.out"
+
+    def start(self, command: list[str]) -> None:
+        with self.output.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self.directory,
+                env=clean_environment(),
+                start_new_session=True,
+            )
+        stat = process_stat(process.pid)
+        assert stat is not None, "a child stays until its parent has waited for it"
+        self.pid_file.write_text(f"{process.pid} {stat[2]}")
+
+    def pid(self) -> int | None:
+        """None if it does not run; another process that has its number by now does not count."""
+        try:
+            pid, start_time = map(int, self.pid_file.read_text().split())
+            is_ours = os.fsencode(self.directory) in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, ValueError):
+            return None
+        stat = process_stat(pid)
+        return pid if is_ours and stat and stat[0] != "Z" and stat[2] == start_time else None
+
+    def end(self) -> None:
+        """SIGKILL, from the top down: nobody lives to report that a child was killed."""
+        deadline = time.monotonic() + END_DEADLINE_S
+        while pid := self.pid():
+            if time.monotonic() > deadline:
+                raise MiniSlurmError(f"{self.name} (pid {pid}) has not ended {END_DEADLINE_S:g} s after SIGKILL")
+            kill(descendants(pid) or [pid])
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    keep_node(sys.argv[1:])

@@ -1,0 +1,74 @@
+"""Joiner jobs come and go while a run goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sweeps import ROOT, Member, launch_one, paced
+from test_interruptions import processes
+
+from psrl.coordinator.records import Occupy, Reserve
+
+pytestmark = pytest.mark.slurm
+
+
+def join(cluster: Any, member: Member, instances: int) -> str:
+    """A joiner job on a node of its own; returns its id."""
+    script = (ROOT / "slurm" / "join_rollout.sbatch").read_text()
+    return cluster.submit(
+        script, "--partition=all", "--nodelist=n2", str(member.dir.path), "--instances", str(instances)
+    )
+
+
+def served(member: Member, job: str) -> set[str]:
+    """Instances of the joiner job that finished a group which they had been given."""
+    instance = {r.group: r.instance for r in member.records() if isinstance(r, Reserve)}
+    occupied = {instance[r.group] for r in member.records() if isinstance(r, Occupy)}
+    return {name for name in occupied if name.startswith(f"instance-join-{job}-")}
+
+
+@pytest.mark.parametrize("end", ["scancel", "SIGKILL"])
+def test_a_joiner_job_adds_instances_and_leaves(
+    mini_slurm: Any, tiny_model: Path, tmp_path: Path, end: str
+) -> None:
+    overrides = paced(tmp_path, 0.05) | {
+        "model": tiny_model, "trainer.total_training_steps": 60, "data.max_response_length": 64,
+        "gen_actor_rollout_ref.rollout.ignore_eos": True,
+        "hydra.launcher.sbatch": "['--exclude=n2']",
+    }  # fmt: skip
+    member = launch_one(mini_slurm, tmp_path / "sweep", overrides)
+    member.at_step(3)
+    job = join(mini_slurm, member, instances=2)
+    member.until(lambda: len(served(member, job)) == 2, "both joined instances have made groups")
+    if end == "scancel":
+        mini_slurm.run("scancel", job)
+    else:
+        for process in processes_of_joiner(member, job):
+            process.kill()
+    step = member.steps()[-1]
+    member.at_step(min(step + 3, 60))
+    report = member.completed(steps=60)
+    assert report.fates["trained"] == 60 * 4
+    assert not processes_of_joiner(member, job)
+    if end == "scancel":
+        assert re.search(r"left after SIGTERM|nothing to join|the run is over", joiner_log(member, job, tmp_path))
+
+
+def processes_of_joiner(member: Member, job: str) -> set[psutil.Process]:
+    found = set()
+    for process in processes(member, ""):
+        try:
+            if any(f"join-{job}-" in part for part in process.cmdline()) or "psrl.join" in process.cmdline():
+                found.add(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def joiner_log(member: Member, job: str, directory: Path) -> str:
+    paths = [directory / f"slurm-{job}.out", Path.cwd() / f"slurm-{job}.out"]
+    return next((path.read_text() for path in paths if path.exists()), "")

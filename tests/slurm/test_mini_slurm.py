@@ -1,0 +1,212 @@
+"""scripts/mini_slurm.py, and what the other tests here take for granted about the Slurm that it starts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import SCRIPT, MiniSlurm, mini_cluster
+
+pytestmark = pytest.mark.slurm
+
+LEAVES_A_DAEMON = """\
+#!/bin/bash
+env -i setsid sleep 1000 &
+echo $! >>pids
+echo start ${SLURM_RESTART_COUNT:-0}
+exec sleep 1000
+"""
+"""Its `sleep` has no parent, no session and no environment in common with the job once the script is gone."""
+
+RECORDS_SIGNALS = """\
+#!/bin/bash
+#SBATCH --partition=train --nodes=1 --ntasks-per-node=1 --cpus-per-task=2
+#SBATCH hetjob
+#SBATCH --partition=preemptible --nodes=1 --ntasks-per-node=1 --cpus-per-task=2
+srun --kill-on-bad-exit=1 --wait=0 --het-group=0 ./record.sh trainer : --het-group=1 ./record.sh rollout
+"""
+RECORD = """\
+#!/bin/bash
+for name in TERM USR2; do trap "echo $name >>$1" $name; done
+echo start >>$1
+while :; do sleep 0.1; done
+"""
+
+HET = """\
+#!/bin/bash
+#SBATCH --partition=train --nodes=2 --ntasks-per-node=1 --cpus-per-task=2
+#SBATCH hetjob
+#SBATCH --partition=rollout --nodes=1 --ntasks-per-node=1 --cpus-per-task=3 --gpus-per-node=2
+srun --kill-on-bad-exit=1 --wait=0 --het-group=0 --cpus-per-task=2 --cpu-bind=none ./show.sh 0 : \
+     --het-group=1 --cpus-per-task=3 --gpus-per-node=2 --cpu-bind=none ./show.sh 1
+"""
+SHOW = """\
+#!/bin/bash
+echo "$1 $SLURM_PROCID $SLURMD_NODENAME $SLURM_NTASKS_HET_GROUP_0 $SLURM_NTASKS_HET_GROUP_1" \
+     "$SLURM_JOB_NODELIST_HET_GROUP_0 $SLURM_JOB_NODELIST_HET_GROUP_1 $SLURM_JOB_ID ${CUDA_VISIBLE_DEVICES:-none}"
+"""
+
+
+@pytest.fixture
+def slurm(mini_slurm: MiniSlurm) -> Iterator[MiniSlurm]:
+    """The session's cluster, without jobs when the test has ended."""
+    yield mini_slurm
+    mini_slurm.end_jobs()
+
+
+def wait_until(condition: Callable[[], bool], timeout: float, what: str) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.1)
+
+
+def program(directory: Path, name: str, text: str) -> None:
+    path = directory / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().split() if path.exists() else []
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def processes_of(directory: Path) -> list[str]:
+    """The living processes that have a file of a cluster in their command line or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if any(f"{directory}/" in word for word in words):
+            found.append(f"{process.pid} {process.cmdline()}")
+    return found
+
+
+# ---- up, down, status ------------------------------------------------------------------------------------------------
+
+
+def test_up_again_changes_nothing(slurm: MiniSlurm) -> None:
+    before = {file.name: file.read_text() for file in (slurm.dir / "pids").iterdir()}
+    again = slurm.script("up")
+    assert again.stdout == f"export SLURM_CONF={slurm.conf}\n"
+    assert {file.name: file.read_text() for file in (slurm.dir / "pids").iterdir()} == before
+    other = slurm.script("up", "--nodes", "3", check=False)
+    assert other.returncode == 2 and "'nodes': 4" in other.stderr and other.stdout == ""
+    assert slurm.script("status").stdout.count("idle") == 5
+
+
+def test_two_clusters_side_by_side_and_down_ends_one_with_its_jobs(slurm: MiniSlurm, tmp_path: Path) -> None:
+    with mini_cluster(tmp_path, "--nodes", "2") as other:
+        jobs = slurm.submit(LEAVES_A_DAEMON), other.submit(LEAVES_A_DAEMON)
+        slurm.wait_job_state(jobs[0], "RUNNING")
+        other.wait_job_state(jobs[1], "RUNNING")
+        wait_until(lambda: bool(lines(tmp_path / "pids")), 20, "the job writes the pid of its daemon")
+        daemon = int(lines(tmp_path / "pids")[0])
+        assert is_alive(daemon)
+
+        other.script("down")
+        assert not is_alive(daemon)
+        assert not processes_of(other.dir)
+        assert not other.dir.exists()
+        assert other.script("status", check=False).returncode == 3
+        other.script("down")
+        assert slurm.script("status").returncode == 0
+        assert slurm.job_info(jobs[0])[0]["JobState"] == "RUNNING"
+
+
+def test_a_directory_with_other_files_is_left_alone(slurm: MiniSlurm) -> None:
+    directory = slurm.outputs / "mine"
+    directory.mkdir()
+    (directory / "state").write_text("dear")
+    command = [sys.executable, SCRIPT, "up", "--dir", directory]
+    refused = slurm.run(*command, check=False)
+    assert refused.returncode == 2 and "holds other files" in refused.stderr
+    assert (directory / "state").read_text() == "dear"
+
+
+def test_the_cluster_ends_with_a_killed_test_session(tmp_path: Path) -> None:
+    session = """
+import pathlib, sys, time
+from conftest import mini_cluster
+with mini_cluster(pathlib.Path(sys.argv[1]), "--nodes", "2") as cluster:
+    print(cluster.dir, flush=True)
+    time.sleep(600)
+"""
+    argv = [sys.executable, "-c", session, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as process:
+        assert process.stdout is not None
+        directory = Path(process.stdout.readline().strip())
+        assert processes_of(directory)
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not processes_of(directory), 30, "its guard has ended the cluster")
+    assert not directory.exists()
+
+
+# ---- what Slurm does -------------------------------------------------------------------------------------------------
+
+
+def test_a_het_job_is_one_step_over_both_partitions(slurm: MiniSlurm) -> None:
+    program(slurm.outputs, "show.sh", SHOW)
+    job = slurm.submit(HET)
+    components = slurm.wait_job_state(job, "COMPLETED")
+    assert [(c["Partition"], c["NodeList"], c["HetJobOffset"]) for c in components] == [
+        ("train", "n[1-2]", "0"),
+        ("rollout", "n3", "1"),
+    ]
+    shown = [line for line in slurm.output(job).splitlines() if line[0].isdigit()]
+    assert sorted(shown) == [
+        f"0 0 n1 2 1 n[1-2] n3 {job} none",
+        f"0 1 n2 2 1 n[1-2] n3 {job} none",
+        f"1 2 n3 2 1 n[1-2] n3 {job} 0,1",
+    ]
+
+
+def test_a_requeued_job_starts_again(slurm: MiniSlurm) -> None:
+    job = slurm.submit(LEAVES_A_DAEMON)
+    slurm.wait_job_state(job, "RUNNING")
+    slurm.run("scontrol", "requeue", str(job))
+    slurm.wait_job_state(job, "RUNNING", timeout=60, restarts=1)
+    wait_until(lambda: slurm.output(job) == "start 1\n", 20, "SLURM_RESTART_COUNT=1")
+
+
+def test_a_killed_node_takes_its_processes_along_and_the_job_starts_elsewhere(slurm: MiniSlurm) -> None:
+    pids = slurm.outputs / "pids"
+    pids.unlink(missing_ok=True)
+    job = slurm.submit(LEAVES_A_DAEMON, "--nodelist=n1")
+    slurm.wait_job_state(job, "RUNNING")
+    wait_until(lambda: bool(lines(pids)), 20, "the job writes the pid of its daemon")
+    slurm.kill_node("n1")
+    assert not is_alive(int(lines(pids)[0]))
+    assert slurm.script("status", check=False).returncode == 1
+    slurm.wait_job_state(job, "PENDING", timeout=60)
+    slurm.start_node("n1")
+    assert slurm.script("status").returncode == 0
+    slurm.wait_job_state(job, "RUNNING", timeout=60, restarts=1)
+
+
+def test_preemption_warns_the_preempted_component_only(slurm: MiniSlurm) -> None:
+    program(slurm.outputs, "record.sh", RECORD)
+    trainer, rollout = slurm.outputs / "trainer", slurm.outputs / "rollout"
+    job = slurm.submit(RECORDS_SIGNALS)
+    wait_until(lambda: bool(lines(trainer) and lines(rollout)), 60, "both components have started")
+    slurm.run("scancel", "--signal=USR2", str(job))
+    wait_until(lambda: "USR2" in lines(trainer) and "USR2" in lines(rollout), 20, "scancel reaches both components")
+
+    urgent = slurm.submit("#!/bin/bash\nsleep 1000\n", "--partition=urgent", "--nodes=2", "--exclusive")
+    wait_until(lambda: "TERM" in lines(rollout), 20, "the rollout component is warned")
+    time.sleep(5)
+    assert lines(trainer) == ["start", "USR2"]
+    assert [c["JobState"] for c in slurm.job_info(job)] == ["RUNNING", "RUNNING"], "it has a grace time"
+    slurm.wait_job_state(urgent, "PENDING", timeout=1)
