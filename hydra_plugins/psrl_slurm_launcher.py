@@ -45,8 +45,8 @@ class SlurmLauncher(Launcher):
         except ConfigError as error:  # Hydra would wrap it in a traceback
             print(f"psrl: {error}", file=sys.stderr)
             raise SystemExit(2) from None
-        if conf.dry_run:
-            self._remove_traces()
+        finally:
+            self._remove_empty_directories()
         codes = exit_codes(verdicts, conf.wait)
         self.task_function.codes.extend(codes)  # type: ignore[attr-defined]  # psrl.launch ends with the largest
         return [_returned(overrides, code) for overrides, code in zip(job_overrides, codes, strict=True)]
@@ -57,11 +57,16 @@ class SlurmLauncher(Launcher):
             member.hydra.job.num = number
         return Path(member.hydra.sweep.dir, member.hydra.sweep.subdir)
 
-    def _remove_traces(self) -> None:
-        """Hydra has made the sweep's directory, with a copy of its own settings, before it called `launch`."""
+    def _remove_empty_directories(self) -> None:
+        """Hydra makes the sweep's directory, with a copy of its own settings, before anything is submitted or refused."""
         for directory in self.new_directories:
+            if not {entry.name for entry in directory.iterdir()} <= {"multirun.yaml"}:
+                break
             (directory / "multirun.yaml").unlink(missing_ok=True)
-            directory.rmdir()
+            try:
+                directory.rmdir()
+            except OSError:  # another sweep has just begun in it
+                break
 
 
 def _returned(overrides: Sequence[str], code: int) -> JobReturn:

@@ -26,7 +26,7 @@ from psrl.coordinator.joiners import REFUSED
 from psrl.net.client import Client
 from psrl.net.link import COORDINATOR
 from psrl.outcome import COMPLETED, FAILED, read_outcome
-from psrl.protocol.control import FromCoordinator
+from psrl.protocol.control import JOINER, FromCoordinator
 from psrl.role import load_config, setup_logging
 from psrl.rundir.endpoints import Endpoint, latest_endpoint
 from psrl.rundir.keys import load_keys
@@ -161,10 +161,10 @@ def joiner_name(environ: Mapping[str, str], host: str, pid: int) -> str:
     'join-n1-site-4711'
     """
     if "SLURM_JOB_ID" not in environ:
-        return f"join-{re.sub(r'[^A-Za-z0-9]+', '-', host).strip('-')}-{pid}"
+        return f"{JOINER}{re.sub(r'[^A-Za-z0-9]+', '-', host).strip('-')}-{pid}"
     job, restarts, task = (environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "RESTART_COUNT", "PROCID"))
     step = environ.get("SLURM_STEP_ID")  # by hand in an allocation there may be several outside any step
-    return f"join-{job}-{restarts}-{task}" + ("" if step == "0" else f"-p{pid}" if step is None else f"-s{step}")
+    return f"{JOINER}{job}-{restarts}-{task}" + ("" if step == "0" else f"-p{pid}" if step is None else f"-s{step}")
 
 
 def joined_children(

@@ -122,7 +122,9 @@ def check_sweep(overrides: Sequence[str], *, every_member: bool) -> None:
             "run_dir is one directory, but the sweep has several runs: give hydra.sweep.dir, below which each gets its own."
         )
     for member in members if every_member else members[:1]:
-        check(OmegaConf.to_object(compose_config(member)))  # type: ignore[arg-type]
+        config = compose_config(member)
+        if every_member:
+            check(OmegaConf.to_object(config))  # type: ignore[arg-type]
 
 
 def _take_cfg_flag(argv: list[str]) -> bool:

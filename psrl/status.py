@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             directory = newest_place(Path.cwd())
             print(f"psrl.status: {directory.relative_to(Path.cwd())} is the newest here", file=sys.stderr)
         return _show(Sweep(directory.resolve()), interval_s, as_json)
-    except StatusError as error:
+    except (StatusError, PermissionError) as error:
         print(f"psrl.status: {error}", file=sys.stderr)
         return EXIT_REFUSED
     except KeyboardInterrupt:

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from mini_slurm_daemons import KEEPER, PATH, Daemon, MiniSlurmError, clean_environment
+from mini_slurm_daemons import KEEPER, PATH, Daemon, MiniSlurmError, clean_environment, kill_until_none, left_behind
 
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo")
@@ -127,7 +127,6 @@ class Cluster:
 
     @property
     def daemons(self) -> list[str]:
-        """The order in which they end: nobody's job sees the controller go."""
         return [*self.nodes, "slurmctld", "munged"]
 
     def running(self) -> set[str]:
@@ -233,7 +232,11 @@ class Cluster:
     # ---- down --------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        for name in self.daemons:
+        """Nodes first: no job sees the controller go."""
+        for name in self.nodes:
+            Daemon(self.dir, name).end()
+        kill_until_none(lambda: left_behind(self.dir), "what killed nodes left behind")
+        for name in ("slurmctld", "munged"):
             Daemon(self.dir, name).end()
 
     def remove_files(self) -> None:

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 END_DEADLINE_S = 20.0
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 """Debian keeps daemons in sbin, which is not on every user's path."""
@@ -52,10 +54,20 @@ def kill(pids: list[int]) -> None:
             pass
 
 
+def kill_until_none(living: Callable[[], list[int]], what: str) -> None:
+    deadline = time.monotonic() + END_DEADLINE_S
+    while pids := living():
+        if time.monotonic() > deadline:
+            raise MiniSlurmError(f"{what} (pids {pids}) has not ended {END_DEADLINE_S:g} s after SIGKILL")
+        kill(pids)
+        time.sleep(0.02)
+
+
 def keep_node(slurmd_command: list[str]) -> None:
-    """Runs a slurmd; whatever it started, daemons too, stays below this process (a subreaper) and ends with it."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    slurmd = subprocess.Popen(slurmd_command)
+    """Runs a slurmd and ends with it. What the node starts, daemons too, stays below this process (a subreaper), and ends last."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    slurmd = subprocess.Popen(slurmd_command, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     while os.wait()[0] != slurmd.pid:
         pass
     try:
@@ -64,6 +76,23 @@ def keep_node(slurmd_command: list[str]) -> None:
             os.wait()
     except ChildProcessError:
         return
+
+
+def left_behind(directory: Path) -> list[int]:
+    """Of a node whose keeper was killed: each slurmstepd, known by its log, and what jobs started, by its environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            is_stepd = (process / "comm").read_text() == "slurmstepd\n"
+            files = {file.readlink().parent for file in (process / "fd").iterdir()} if is_stepd else set()
+            variables = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_here = os.fsencode(f"SLURM_CONF={directory}/slurm.conf") in variables
+        is_job = is_here and any(variable.startswith(b"SLURMD_NODENAME=") for variable in variables)
+        if process.name.isdigit() and (is_job or directory / "log" in files):
+            found.append(int(process.name))
+    return found
 
 
 def clean_environment() -> dict[str, str]:
@@ -107,12 +136,7 @@ class Daemon:
 
     def end(self) -> None:
         """SIGKILL, from the top down: nobody lives to report that a child was killed."""
-        deadline = time.monotonic() + END_DEADLINE_S
-        while pid := self.pid():
-            if time.monotonic() > deadline:
-                raise MiniSlurmError(f"{self.name} (pid {pid}) has not ended {END_DEADLINE_S:g} s after SIGKILL")
-            kill(descendants(pid) or [pid])
-            time.sleep(0.02)
+        kill_until_none(lambda: descendants(pid) or [pid] if (pid := self.pid()) else [], self.name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """GSM8K's jsonl files (question, answer that ends with "#### 42") to the parquet file that data.train_files names.
 
     python prepare_gsm8k.py INPUT.jsonl OUTPUT.parquet

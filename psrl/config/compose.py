@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -137,10 +137,10 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     keys = documented_keys()
     if found := re.search(r"Key '([^']+)' is not in struct|Key '([^']+)' not in '|Could not override '([^']+)'", text):
         wanted = next((g for g in reversed(found.groups()) if g), "")
-        given = next(
-            (o.lstrip("+~").partition("=")[0] for o in overrides if wanted.split(".")[-1] in o.partition("=")[0]),
-            wanted,
-        )
+        names = [override.lstrip("+~").partition("=")[0] for override in overrides]
+        last = wanted.split(".")[-1]
+        exact = [name for name in names if name == wanted or name.split(".")[-1] == last]
+        given = next(iter([*exact, *(name for name in names if last in name)]), wanted)
         if given in keys:
             return _bad_value(given, overrides, text)
         near = difflib.get_close_matches(given, keys, n=2, cutoff=0.6)

@@ -71,7 +71,7 @@ def _walk(cls: type, prefix: str, texts: dict[tuple[str, str], str]) -> list[Doc
     instance = cls()
     nested: list[DocumentedKey] = []
     plain: list[DocumentedKey] = []
-    for item in dataclasses.fields(cls):
+    for item in [f for f in dataclasses.fields(cls) if not f.name.startswith("_")]:
         value = getattr(instance, item.name)
         key = f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):

@@ -43,12 +43,13 @@ class Membership(Joiners):
         if now_s - self.started_s >= CLAIM_GRACE_S:
             for group in self.placement.unclaimed():
                 self._release(group, "unclaimed", requeue=True)
-        for name, deadline_s in self.missing.items():
-            if now_s >= deadline_s:
-                self.end(
-                    "failed",
-                    f"{name} has been unreachable for {self.settings.missing_timeout_s:g} s",
-                )
+        for name in [name for name, deadline_s in self.missing.items() if now_s >= deadline_s]:
+            self._unreachable(name, now_s)
+        if self.draining is not None and now_s >= self.drained_by_s:
+            self.end(
+                "interrupted",
+                f"{self.draining.reason}; the step in hand was given up after {self.draining.grace_s:g} s",
+            )
         self._check_last(now_s)
         limit_s = self.settings.startup_timeout_s
         if not (lacking := self._lacking()):
@@ -59,6 +60,18 @@ class Membership(Joiners):
                 f"{lacking} was not there for psrl.fault_tolerance.startup_timeout_s={limit_s:g} s",
             )
 
+    def _unreachable(self, name: str, now_s: float) -> None:
+        """A supervisor or the trainer has not come back in time. Where the run goes on by itself this drains it, so that
+        it can go on without that node."""
+        cause = f"{name} has been unreachable for {self.settings.missing_timeout_s:g} s"
+        if not self.settings.goes_on:
+            self.end("failed", cause)
+        elif self.trainer in self.missing:
+            self.end("interrupted", cause)
+        else:
+            del self.missing[name]
+            self._drain(name, c.Drain(reason=cause, grace_s=self.settings.drain_grace_s), now_s)
+
     def _lacking(self) -> str:
         """What the run cannot go on without at this moment; "" if nothing."""
         if not any(i.version >= 0 for i in self.placement.instances.values()):
@@ -68,6 +81,9 @@ class Membership(Joiners):
     # ---- hello -----------------------------------------------------------------------------------------------
 
     def _hello(self, sender: str, hello: c.Hello, now_s: float) -> None:
+        if hello.attempt != self.settings.attempt and not hello.attempt.startswith(c.JOINER):
+            self._turn_away(sender, hello, now_s)
+            return
         before = len(self.outbox)
         self.missing.pop(sender, None)
         self.pids[sender] = hello.pid
@@ -84,15 +100,22 @@ class Membership(Joiners):
                 self.supervisors.add(sender)
                 for down in state.gone:
                     self._gone_for_good(down)
-        welcome = c.Welcome(
-            epoch=self.epoch,
-            incarnation=self.staleness.incarnation,
-            hello_sent_s=hello.sent_s,
-            now_s=now_s,
-        )
-        self.outbox.insert(before, (sender, welcome))
+        self.outbox.insert(before, (sender, self._welcome(hello, now_s)))
         if sender in self.leaving:
             self._retire(sender, "its supervisor leaves")
+
+    def _welcome(self, hello: c.Hello, now_s: float) -> c.Welcome:
+        return c.Welcome(
+            epoch=self.epoch, incarnation=self.staleness.incarnation, hello_sent_s=hello.sent_s, now_s=now_s
+        )
+
+    def _turn_away(self, sender: str, hello: c.Hello, now_s: float) -> None:
+        """A role of an earlier start: an orphan of a node that was lost, and no part of this run any more."""
+        log.warning(
+            "%s belongs to attempt %s, not to %s: it is sent away", sender, hello.attempt, self.settings.attempt
+        )
+        self._say(sender, self._welcome(hello, now_s))
+        self._say(sender, c.Shutdown(status="failed", cause=f"attempt {hello.attempt} of this run is over"))
 
     def _instance_hello(self, name: str, state: c.InstanceState) -> None:
         known = self.placement.instances.get(name)
@@ -200,7 +223,7 @@ class Membership(Joiners):
         if self.draining is not None:
             return
         log.warning("draining: %s", drain.reason)
-        self.draining = drain
+        self.draining, self.drained_by_s = drain, now_s + drain.grace_s
         if self.trainer:
             self._say(self.trainer, c.DrainNow(reason=drain.reason, grace_s=drain.grace_s))
         else:

@@ -57,7 +57,7 @@ class Service:
         limits = config.psrl.fault_tolerance
         self.epoch = self.ledger.epoch + 1  # 0 means "no epoch yet" on the wire
         self.core = Coordinator(
-            settings(config),
+            settings(role),
             staleness,
             prompts,
             make_router(config.psrl.rollout_coordination.routing_strategy.method, config.seed),
@@ -191,9 +191,9 @@ def fleet_limit(open_files: int) -> int:
     return min(LARGEST_FLEET, (open_files - RESERVE) // DESCRIPTORS_PER_INSTANCE)
 
 
-def settings(config: Config) -> Settings:
+def settings(role: Role) -> Settings:
     """The coordinator's part of the configuration."""
-    p = config.psrl
+    config, p = role.config, role.config.psrl
     return Settings(
         samples_per_group=p.rollout_n,
         partial_rollout=p.rollout_coordination.partial_rollout.enable,
@@ -207,6 +207,9 @@ def settings(config: Config) -> Settings:
         max_instances=fleet_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         startup_timeout_s=p.fault_tolerance.startup_timeout_s,
         missing_timeout_s=p.fault_tolerance.heartbeat_timeout_s,
+        drain_grace_s=p.fault_tolerance.drain_grace_s,
+        goes_on=not role.local,
+        attempt=role.attempt,
     )
 
 

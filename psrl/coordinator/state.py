@@ -39,6 +39,12 @@ class Settings:
     """Longest time without an instance that has weights, or without an agent loop: at the start or later."""
     missing_timeout_s: float
     """A trainer or supervisor whose connection is lost must be back within this."""
+    drain_grace_s: float
+    """For a drain that this coordinator orders itself."""
+    goes_on: bool
+    """A node that is lost is replaced and the run started again (a scheduler's job), so losing one is no failure."""
+    attempt: str
+    """The start of the run that this coordinator belongs to."""
 
 
 class RunState:
@@ -75,6 +81,8 @@ class RunState:
         self.gone_for_good: dict[str, dict[str, str]] = {"instance": {}, "agent_loop": {}}
         """Of what psrl.deployment counts, by role: name -> cause, the newest last."""
         self.draining: c.Drain | None = None
+        self.drained_by_s = 0.0
+        """When a drain has to be over."""
         self.ended: c.Shutdown | None = None
         self.pids: dict[str, int] = {}
         self.started_s = self.last_ready_s = now_s

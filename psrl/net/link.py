@@ -121,6 +121,7 @@ class _Link:
                 node=socket.gethostname(),
                 pid=os.getpid(),
                 sent_s=time.monotonic(),
+                attempt=os.environ.get("PSRL_ATTEMPT", "0"),
                 state=self._snapshot(),
             )
             self._client.send(hello)

@@ -8,6 +8,9 @@ import msgspec
 from psrl.protocol.generation import EngineStats
 from psrl.protocol.samples import SampleRef
 
+JOINER = "join-"
+"""What the name of everybody who joins a running run begins with."""
+
 
 class Message(msgspec.Struct, array_like=True, kw_only=True, tag=True):
     """Base of every control message; the tag is the class name."""
@@ -25,6 +28,8 @@ class Hello(Message):
     pid: int
     sent_s: float
     """The sender's monotonic clock, seconds; comes back in Welcome for the clock offset."""
+    attempt: str = ""
+    """The start of the whole run that the sender belongs to; a joiner's own name."""
     state: SupervisorState | InstanceState | AgentState | TrainerState | None = None
 
 

@@ -23,9 +23,14 @@ def append_job(run_dir: Path, job: SubmittedJob) -> None:
 
 
 def newest_job(run_dir: Path) -> SubmittedJob | None:
-    """The last submission, None for a run that was never submitted."""
+    """The last submission, None for a run that was never submitted. A line that is torn says nothing."""
     try:
         lines = (run_dir / "jobs.jsonl").read_text().splitlines()
     except FileNotFoundError:
         return None
-    return SubmittedJob(**json.loads(lines[-1])) if lines else None
+    for line in reversed(lines):
+        try:
+            return SubmittedJob(**json.loads(line))
+        except ValueError:
+            continue
+    return None

@@ -26,12 +26,11 @@ from psrl.slurm.executor import Executor
 from psrl.slurm.job_text import Job, job_text
 from psrl.slurm.jobs import SubmittedJob, append_job, newest_job
 from psrl.slurm.plan import plan_job
-from psrl.slurm.queue import queued_jobs
+from psrl.slurm.queue import Queue, queued_jobs
 from psrl.slurm.settings import SlurmConf, check_settings
 from psrl.trainer.checkpoints import newest_complete, read_metadata
 
 WAIT_POLL_S = 2.0
-QUEUE_POLL_S = 30.0
 SAVE_FACTOR = 1.5
 """The warning before the end must leave this many times the measured time of a checkpoint."""
 
@@ -91,7 +90,7 @@ def launch_sweep(
     _check_inputs([member for member, _ in todo])
     _submit(todo, conf, sweep_dir)
     if conf.wait:
-        return [_wait(member) for member in members]
+        return _wait_all(members)
     return done
 
 
@@ -148,11 +147,11 @@ def _check_inputs(members: Sequence[Member]) -> None:
 
 
 def _submit(todo: Sequence[tuple[Member, Job]], conf: SlurmConf, sweep_dir: Path) -> None:
+    for member, _ in todo:  # all of them first: the first to start looks at the others
+        member.run_dir.create()
+        lay_out(member.run_dir, member.config, sweep_entry(sweep_dir, member.number, member.overrides))
     ids: list[str] = []
     for member, job in todo:
-        sweep = sweep_entry(sweep_dir, member.number, member.overrides)
-        member.run_dir.create()
-        lay_out(member.run_dir, member.config, sweep)
         after = _predecessor(ids, conf.max_parallel_jobs)
         job_id = Executor(Path(conf.submitit_folder)).submit_job(replace(job, after=after))
         ids.append(job_id)
@@ -184,17 +183,27 @@ def _print_jobs(members: Sequence[Member], jobs: Sequence[Job], max_parallel: in
         print(job_text(replace(job, after=after)))
 
 
-def _wait(member: Member) -> Outcome | None:
+def _wait_all(members: Sequence[Member]) -> list[Outcome | None]:
+    queue = Queue()
+    verdicts = []
+    for member in members:
+        verdicts.append(verdict := _wait(member, queue))
+        said = "no verdict" if verdict is None else f"{verdict.status} {verdict.cause}".strip()
+        print(f"psrl: {member.run_dir.path}: {said}", flush=True)
+    return verdicts
+
+
+def _wait(member: Member, queue: Queue) -> Outcome | None:
     """The verdict of a member, or None if its job left the queue without one. Only the launcher asks Slurm, seldom."""
-    run_dir = member.run_dir
-    next_look = 0.0
+    told = ""
     while True:
-        outcome = read_outcome(run_dir)
+        outcome = read_outcome(member.run_dir)
         if outcome is not None and outcome.status == COMPLETED:
             return outcome
-        if time.monotonic() >= next_look:
-            next_look = time.monotonic() + QUEUE_POLL_S
-            job = newest_job(run_dir.path)
-            if job is None or job.job_id not in {queued.leader for queued in queued_jobs()}:
-                return read_outcome(run_dir)
+        reading, job = queue.read(), newest_job(member.run_dir.path)
+        if reading.problem and reading.problem != told:
+            told = reading.problem
+            print(f"psrl: Slurm's queue cannot be read: {told}; still waiting", file=sys.stderr)
+        if not reading.problem and (job is None or job.job_id not in reading.jobs):
+            return read_outcome(member.run_dir)  # it may have come while the queue was asked
         time.sleep(WAIT_POLL_S)

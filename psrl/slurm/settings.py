@@ -47,15 +47,50 @@ class GroupConf:
 
 @dataclass
 class SlurmConf(SlurmQueueConf):
-    """One job a sweep member. A group's own settings win over these."""
+    """One job a sweep member. A group's own settings win over these. Fields of the stock class are here again for their
+    meaning; those that have none here are refused."""
 
     _target_: str = "hydra_plugins.psrl_slurm_launcher.SlurmLauncher"
     name: str = "psrl"
     """Job name; the member's number is added."""
-    stderr_to_stdout: bool = True
-    """One log a job; False: a second one for errors."""
+    partition: str | None = None
+    """Partition of both groups; null: the cluster's default."""
+    timeout_min: int = 60
+    """Time limit in minutes."""
     time: str | None = None
     """Time limit as Slurm writes it, for example 1-12:00:00; wins over timeout_min."""
+    gpus_per_node: int | None = None
+    """GPUs a node; null: those that psrl.deployment uses, none where the partition has none."""
+    cpus_per_task: int | None = None
+    """CPUs a node (there is one task a node); null: 8 for each rank or instance, at most what the node has."""
+    mem_gb: int | None = None
+    """Memory a node; null: the site's default."""
+    mem_per_gpu: str | None = None
+    """Memory for each GPU, as Slurm writes it."""
+    mem_per_cpu: str | None = None
+    """Memory for each CPU, as Slurm writes it."""
+    account: str | None = None
+    """Account to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Node features."""
+    gres: str | None = None
+    """Other generic resources."""
+    exclude: str | None = None
+    """Nodes to avoid."""
+    comment: str | None = None
+    """Comment of the job."""
+    additional_parameters: dict[str, Any] = field(default_factory=dict)
+    """More directives by name, for example {mail-type: END}."""
+    setup: list[str] | None = None
+    """Shell lines before srun, for example module load cuda."""
+    signal_delay_s: int = 120
+    """How long before the time limit the run is warned, to drain and requeue."""
+    stderr_to_stdout: bool = True
+    """One log a job; False: a second one for errors."""
+    submitit_folder: str = "${hydra.sweep.dir}/.submitit/%j"
+    """Where the scripts are kept as they were submitted."""
     trainer: GroupConf = field(default_factory=GroupConf)
     """Het group 0: the trainer nodes."""
     rollout: GroupConf = field(default_factory=GroupConf)
@@ -76,6 +111,18 @@ class SlurmConf(SlurmQueueConf):
     """More flags of each group's srun, for example --container-image=IMAGE with pyxis."""
     python: str | None = None
     """Shell command that runs Python on a node, for example apptainer exec --nv IMAGE python; null: this interpreter."""
+    nodes: int = 1
+    """Refused: psrl.deployment decides."""
+    tasks_per_node: int = 1
+    """Refused: there is one task a node."""
+    gpus_per_task: int | None = None
+    """Refused: use gpus_per_node."""
+    cpus_per_gpu: int | None = None
+    """Refused: use cpus_per_task."""
+    max_num_timeout: int = 0
+    """Refused: use max_requeues."""
+    array_parallelism: int = 256
+    """Refused: use max_parallel_jobs."""
 
 
 NOT_USED: dict[str, tuple[Any, str]] = {

@@ -35,7 +35,7 @@ LEAVE_GRACE_S = 10.0
 """Roles leave by themselves after the verdict; then they are ended."""
 UNHEARD_GRACE_S = 2.0
 """The same when no coordinator was there to tell them."""
-WARNING_RESERVE_S = 10.0
+WARNING_RESERVE_S = 20.0
 """Of Slurm's early warning this much is kept for the end itself: roles leave, the batch script requeues."""
 
 
@@ -56,6 +56,7 @@ class NodeSupervisor:
     ) -> None:
         self.run_dir, self.name, self.specs, self.joined = run_dir, name, specs, joined
         self.early_signals, self.owner = early_signals, owner
+        self.local = os.environ.get("PSRL_LOCAL") == "1"
         self.config = load_config(run_dir)
         self.children = Children(run_dir.logs, role_environment(run_dir))
         self.incidents = IncidentLog(run_dir.logs, name)
@@ -68,7 +69,8 @@ class NodeSupervisor:
         self.verdict: Outcome | None = None
         self.leave_grace_s = UNHEARD_GRACE_S
         self.give_up_at: float | None = None
-        self.cause = ""
+        self.given_up = Outcome(status=FAILED)
+        """The verdict at `give_up_at` if there is no other by then."""
 
     def _state(self) -> c.SupervisorState:
         return c.SupervisorState(children=self.children.alive(), gone=self.gone, joined=self.joined)
@@ -101,7 +103,8 @@ class NodeSupervisor:
         try:
             messages = self.link.poll(0.0)
         except CoordinatorGoneError as error:
-            self._fail(str(error))
+            # Where a scheduler starts the run again, a coordinator out of reach means a lost node; here it means a crash.
+            self._give_up(Outcome(status=FAILED if self.local else INTERRUPTED, cause=str(error)))
             return
         for message in messages:
             if isinstance(message, c.Shutdown):
@@ -120,8 +123,8 @@ class NodeSupervisor:
             self.unsent.append(c.Leave(children=self.children.alive(), reason=reason, grace_s=grace_s))
         else:
             self.unsent.append(c.Drain(reason=reason, grace_s=grace_s))
-        self.give_up_at = time.monotonic() + grace_s
-        self.cause = f"{reason}, and nothing came of it within {grace_s:g} s"
+        self.give_up_at = time.monotonic() + grace_s + VERDICT_GRACE_S
+        self.given_up = Outcome(status=INTERRUPTED, cause=f"{reason}; no coordinator answered within {grace_s:g} s")
 
     def _grace_s(self) -> float:
         """What is left after the signal: a batch script that asks Slurm for an early warning says how early."""
@@ -143,7 +146,7 @@ class NodeSupervisor:
             self.gone.append(down)
         if event.critical and not event.restarting:
             self.give_up_at = time.monotonic() + (0.0 if event.role == "coordinator" else VERDICT_GRACE_S)
-            self.cause = f"{event.name} ended by {event.cause}"
+            self.given_up = Outcome(status=FAILED, cause=f"{event.name} ended by {event.cause}")
 
     def _check_deadlines(self) -> None:
         if self.owner is not None and os.getppid() != self.owner:
@@ -152,15 +155,15 @@ class NodeSupervisor:
         if self.verdict is None and not self.link.connected:
             self.verdict = current_outcome(self.run_dir)  # it may have been spoken while nobody listened
         if self.verdict is None and self.give_up_at is not None and time.monotonic() >= self.give_up_at:
-            self._fail(self.cause)
+            self._give_up(self.given_up)
 
-    def _fail(self, cause: str) -> None:
-        """No coordinator is left to say so: the run has failed, or, for one that joined, is out of reach."""
-        log.error("%s", cause)
+    def _give_up(self, outcome: Outcome) -> None:
+        """No coordinator is left to give the verdict; one that joined only leaves."""
+        log.error("%s", outcome.cause)
         if self.joined:
-            self.verdict = current_outcome(self.run_dir) or Outcome(status=INTERRUPTED, cause=cause)
+            self.verdict = Outcome(status=INTERRUPTED, cause=outcome.cause)
         else:
-            publish_outcome(self.run_dir, Outcome(status=FAILED, cause=cause))
+            publish_outcome(self.run_dir, outcome)
             self.verdict = current_outcome(self.run_dir)
 
     def _end_children(self) -> None:

@@ -146,7 +146,7 @@ class MemberReader:
         rows = recent_rows(run_dir.metrics, ETA_STEPS)
         return RunFacts(
             outcome=outcome,
-            job=newest_job(run_dir.path),
+            job=_job(run_dir),
             launcher_lives=_launcher_lives(run_dir),
             begun=bool(rows) or (run_dir.ledger.is_dir() and any(run_dir.ledger.iterdir())),
             rows=rows,
@@ -186,6 +186,13 @@ def _outcome(run_dir: RunDir) -> Outcome | None:
     try:
         return read_outcome(run_dir)
     except msgspec.DecodeError:  # half of it is visible on this node; the next look sees it whole
+        return None
+
+
+def _job(run_dir: RunDir) -> SubmittedJob | None:
+    try:
+        return newest_job(run_dir.path)
+    except (ValueError, TypeError):  # the same
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,17 @@ def configuration(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
     from omegaconf import OmegaConf
 
+    config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    return flatten(config) if isinstance(config, dict) else {}, _defaults()
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
     from psrl.config.schema import Config
 
-    config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    defaults = OmegaConf.to_container(OmegaConf.structured(Config))
-    return tuple(flatten(tree) if isinstance(tree, dict) else {} for tree in (config, defaults))  # type: ignore[return-value]
+    return flatten(OmegaConf.to_container(OmegaConf.structured(Config)))
 
 
 def _transport(meta: Mapping[str, Any], tracks: list[Track]) -> str | None:

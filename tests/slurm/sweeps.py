@@ -163,3 +163,11 @@ def launch(
 
 def launch_one(cluster: Any, sweep_dir: Path, overrides: Mapping[str, object]) -> Member:
     return launch(cluster, sweep_dir, overrides).members[0]
+
+
+def sbatch(
+    cluster: Any, script: Path, *arguments: str, options: tuple[str, ...] = (), run_dir: Path | None = None
+) -> str:
+    """Submit a template as a user does; returns the job's id."""
+    export = [] if run_dir is None else [f"--export=ALL,RUN_DIR={run_dir}"]
+    return cluster.run("sbatch", "--parsable", *options, *export, script, *arguments).stdout.strip()

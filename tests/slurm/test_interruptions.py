@@ -38,12 +38,12 @@ def test_a_requeue_and_a_warning_in_the_middle(mini_slurm: Any, tiny_model: Path
 
 def test_a_time_limit_of_three_minutes_is_hit(mini_slurm: Any, tiny_model: Path, tmp_path: Path) -> None:
     """B20: the warning comes in time, the run drains, requeues itself and goes on, whatever the limit."""
-    overrides = paced(tmp_path, 0.5) | {
-        "model": tiny_model, "trainer.total_training_steps": 45, "trainer.save_freq": 10,
+    overrides = paced(tmp_path, 0.3) | {
+        "model": tiny_model, "trainer.total_training_steps": 40, "trainer.save_freq": 10,
         "hydra.launcher.timeout_min": 3, "hydra.launcher.signal_delay_s": 80,
     }  # fmt: skip
     member = launch_one(mini_slurm, tmp_path / "sweep", overrides)
-    member.completed(steps=45, timeout_s=570)
+    member.completed(steps=40, timeout_s=570)
     assert member.restarts >= 1
     assert "SIGUSR2" in member.job_log and "DUE TO TIME LIMIT" not in member.job_log
 
@@ -71,7 +71,7 @@ def test_a_lost_node_requeues_the_run(mini_slurm: Any, tiny_model: Path, tmp_pat
     node = member.node_of("rollout-node").pop()
     orphans = processes(member, "rollout-node-0") | processes(member, "instance-0")
     assert orphans
-    mini_slurm.kill_node(node, orphans=True)
+    kill_daemons(mini_slurm, node)
     _, alive = psutil.wait_procs(orphans, timeout=30)
     assert not alive, alive
     mini_slurm.start_node(node)
@@ -113,6 +113,15 @@ def test_a_killed_instance_restarts_in_place_and_cancelling_ends_everything(
     assert not processes(member, "")
     member.audit()
     assert "psrl: requeueing" not in member.job_log
+
+
+def kill_daemons(cluster: Any, node: str) -> None:
+    """SIGKILL to a node's slurmd and its stepds; what they started stays."""
+    slurmd = psutil.Process(int((cluster.dir / "pids" / node).read_text().split()[0]))
+    daemons = [slurmd, *(p for p in slurmd.children(recursive=True) if p.name() == "slurmstepd")]
+    assert len(daemons) > 1
+    for process in daemons:
+        process.kill()
 
 
 def processes(member: Member, name: str) -> set[psutil.Process]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import SCRIPT, MiniSlurm, mini_cluster
+from mini_cluster import SCRIPT, MiniSlurm, mini_cluster
 
 pytestmark = pytest.mark.slurm
 
@@ -90,7 +90,7 @@ def processes_of(directory: Path) -> list[str]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
         if any(f"{directory}/" in word for word in words):
-            found.append(f"{process.pid} {process.cmdline()}")
+            found.append(f"{process.pid} {' '.join(process.cmdline())}")
     return found
 
 
@@ -126,12 +126,25 @@ def test_two_clusters_side_by_side_and_down_ends_one_with_its_jobs(slurm: MiniSl
         assert slurm.job_info(jobs[0])[0]["JobState"] == "RUNNING"
 
 
+def test_down_ends_what_a_node_without_its_daemons_left_behind(tmp_path: Path) -> None:
+    with mini_cluster(tmp_path, "--nodes", "2") as cluster:
+        cluster.submit("#!/bin/bash\nsleep 1000 & echo $! >>pids\nexec srun sleep 1000\n", "--nodelist=n1")
+        wait_until(lambda: bool(lines(tmp_path / "pids")), 20, "the job writes the pid of its child")
+        keeper = psutil.Process(int((cluster.dir / "pids" / "n1").read_text().split()[0]))
+        for process in [keeper, *(p for p in keeper.children(recursive=True) if p.name() == "slurmstepd")]:
+            process.kill()
+        wait_until(lambda: not any("-N n1" in line for line in processes_of(cluster.dir)), 20, "slurmd has ended too")
+        child = int(lines(tmp_path / "pids")[0])
+        assert is_alive(child)
+        cluster.script("down")
+        assert not is_alive(child) and not processes_of(cluster.dir)
+
+
 def test_a_directory_with_other_files_is_left_alone(slurm: MiniSlurm) -> None:
     directory = slurm.outputs / "mine"
     directory.mkdir()
     (directory / "state").write_text("dear")
-    command = [sys.executable, SCRIPT, "up", "--dir", directory]
-    refused = slurm.run(*command, check=False)
+    refused = slurm.run(sys.executable, SCRIPT, "up", "--dir", directory, check=False)
     assert refused.returncode == 2 and "holds other files" in refused.stderr
     assert (directory / "state").read_text() == "dear"
 
@@ -139,7 +152,7 @@ def test_a_directory_with_other_files_is_left_alone(slurm: MiniSlurm) -> None:
 def test_the_cluster_ends_with_a_killed_test_session(tmp_path: Path) -> None:
     session = """
 import pathlib, sys, time
-from conftest import mini_cluster
+from mini_cluster import mini_cluster
 with mini_cluster(pathlib.Path(sys.argv[1]), "--nodes", "2") as cluster:
     print(cluster.dir, flush=True)
     time.sleep(600)
@@ -150,8 +163,8 @@ with mini_cluster(pathlib.Path(sys.argv[1]), "--nodes", "2") as cluster:
         directory = Path(process.stdout.readline().strip())
         assert processes_of(directory)
         process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not processes_of(directory), 30, "its guard has ended the cluster")
-    assert not directory.exists()
+    wait_until(lambda: not directory.exists(), 30, "its guard has ended the cluster")
+    assert not processes_of(directory)
 
 
 # ---- what Slurm does -------------------------------------------------------------------------------------------------

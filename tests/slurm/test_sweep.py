@@ -108,7 +108,7 @@ def test_a_launch_inside_an_allocation_with_hostile_variables(
     member.completed(steps=3)
     assert "psrl: completed" in member.job_log
     config = (member.dir.config).read_text()
-    assert "note: a,b = \"c\" [d]" in config or "note: 'a,b = \"c\" [d]'" in config
+    assert 'note: a,b = "c" [d]' in config or "note: 'a,b = \"c\" [d]'" in config
 
 
 def planned_text(out: str, number: int) -> str:

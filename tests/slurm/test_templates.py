@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from runs import DEADLINE_S
-from sweeps import ON_SLURM, ROOT, Member
+from sweeps import ON_SLURM, ROOT, Member, sbatch
 
 from psrl.outcome import read_outcome
 from psrl.rundir.layout import RunDir
@@ -41,17 +41,16 @@ def test_a_template_trains_and_the_same_directory_is_completed(
     mini_slurm: Any, tiny_model: Path, tmp_path: Path, name: str, nodes: int | None
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
-    script = (ROOT / "slurm" / f"{name}.sbatch").read_text()
-    size = [f"--nodes={nodes}"] if nodes else []
-    env = {"RUN_DIR": str(run_dir.path)}
-    job = mini_slurm.submit(script, *size, *overrides(tiny_model), env=env)
+    script = ROOT / "slurm" / f"{name}.sbatch"
+    size = (f"--nodes={nodes}",) if nodes else ()
+    job = sbatch(mini_slurm, script, *overrides(tiny_model), options=size, run_dir=run_dir.path)
     mini_slurm.wait_job_state(job, ["COMPLETED", "FAILED"], DEADLINE_S)
     outcome = read_outcome(run_dir)
     member = Member(mini_slurm, run_dir)
     assert outcome is not None and outcome.status == "completed" and member.steps() == [1, 2, 3]
     assert mini_slurm.job_info(job)[0]["JobState"] == "COMPLETED"
 
-    again = mini_slurm.submit(script, *size, *overrides(tiny_model), env=env)
+    again = sbatch(mini_slurm, script, *overrides(tiny_model), options=size, run_dir=run_dir.path)
     mini_slurm.wait_job_state(again, ["COMPLETED", "FAILED"], DEADLINE_S)
     assert mini_slurm.job_info(again)[0]["JobState"] == "COMPLETED"
     assert member.steps() == [1, 2, 3] and read_outcome(run_dir) == outcome
@@ -60,10 +59,9 @@ def test_a_template_trains_and_the_same_directory_is_completed(
 def test_a_wrong_value_in_a_template_ends_the_job_with_one_sentence(
     mini_slurm: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
-    script = (ROOT / "slurm" / "single_node.sbatch").read_text()
-    log = tmp_path / "job.out"
+    script, log = ROOT / "slurm" / "single_node.sbatch", tmp_path / "job.out"
     arguments = [*overrides(tiny_model), "psrl.stalenes=2"]
-    job = mini_slurm.submit(script, *arguments, f"--output={log}", env={"RUN_DIR": str(tmp_path / "run")})
+    job = sbatch(mini_slurm, script, *arguments, options=(f"--output={log}",), run_dir=tmp_path / "run")
     mini_slurm.wait_job_state(job, ["COMPLETED", "FAILED"], DEADLINE_S)
     assert mini_slurm.job_info(job)[0]["JobState"] == "FAILED"
     assert "psrl: Unknown key psrl.stalenes: did you mean psrl.staleness?" in log.read_text()

@@ -24,6 +24,9 @@ SETTINGS = Settings(
     max_instances=100,
     startup_timeout_s=100.0,
     missing_timeout_s=10.0,
+    drain_grace_s=30.0,
+    goes_on=False,
+    attempt="",
 )
 
 

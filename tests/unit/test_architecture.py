@@ -36,7 +36,7 @@ ALLOWED = {
 SHELLS = {"coordinator/service.py"}
 """The one file of the coordinator that does I/O."""
 
-LIGHT = ("config", "protocol", "coordinator", "rundir", "net", "supervisor", "telemetry")
+LIGHT = ("config", "protocol", "coordinator", "rundir", "net", "supervisor", "telemetry", "slurm")
 
 
 def files(part: str) -> list[Path]:

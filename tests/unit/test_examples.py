@@ -125,6 +125,7 @@ def test_a_dry_run_prints_one_job_of_two_components(name: str, planned: dict[str
 
 @every_example
 def test_a_dry_run_leaves_nothing_behind(name: str, planned: dict[str, Started]) -> None:
+    assert planned[name].code == 0, planned[name].err
     assert planned[name].left == [] and planned[name].changed == []
 
 

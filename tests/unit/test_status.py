@@ -243,6 +243,7 @@ def test_a_local_run(tmp_path):
 def test_torn_and_missing_files(tmp_path):
     path = make_member(tmp_path, 0, total=None)
     (path / "outcome.json").write_text('{"status": "comp')
+    (path / "jobs.jsonl").write_text('{"job_id": "1')
     (path / "logs").rmdir()
     (path / "ledger").rmdir()
     row = look(tmp_path)["0"]
