@@ -9,7 +9,7 @@ from psrl.protocol.samples import VersionSpan
 FINISH_STOP = "stop"  # a stop token was sampled (it is the last token of the response)
 FINISH_LENGTH = "length"  # the response budget or the context is used up
 FINISH_ABORT = "abort"  # interrupted; never scored: continue it or discard it
-FINISH_REFUSED = "refused"  # not started here: the instance's version is older than the group's, or it is leaving
+FINISH_REFUSED = "refused"  # not made here: the instance's version is older than the group's, or it is leaving
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -40,12 +40,22 @@ class Job:
     stderr_to_stdout: bool = True
 
 
-VERDICT = """\
+READ_VERDICT = """\
 # Exit codes that pass through srun are not to be relied on: the verdict is in the run directory.
 field() { sed -n 's/^ *"'"$1"'": "\\(.*\\)",\\{0,1\\}$/\\1/p' "$run_dir/outcome.json" 2>/dev/null; }
-verdict=none
-if [ "$(field attempt)" = "$PSRL_ATTEMPT" ]; then verdict=$(field status); fi
-case $verdict in
+verdict() { if [ "$(field attempt)" = "$PSRL_ATTEMPT" ]; then field status; else echo none; fi; }
+"""
+"""What every batch script has before srun, which it starts in the background."""
+END = """\
+step=$!
+late=0  # srun waits for ever for a node that was lost and is back at once: after the verdict it has two minutes
+while kill -0 "$step" 2>/dev/null && [ "$late" -lt 120 ]; do
+  sleep 1
+  if [ "$(verdict)" != none ]; then late=$((late + 1)); fi
+done
+kill -KILL "$step" 2>/dev/null
+
+case $(verdict) in
 completed)
   exit 0 ;;
 interrupted)
@@ -78,7 +88,7 @@ def job_text(job: Job) -> str:
         'export PYTHONSAFEPATH=1 PYTHONPATH="$run_dir/code${PYTHONPATH:+:$PYTHONPATH}"',
     ]
     lines += ["", "# setup", *job.setup] if job.setup else []
-    return "\n".join([*lines, "", _srun(job), "", VERDICT])
+    return "\n".join([*lines, "", READ_VERDICT, _srun(job) + " &", END])
 
 
 def _job_directives(job: Job) -> list[str]:

@@ -63,7 +63,8 @@ class NodeSupervisor:
         self.link = CoordinatorLink(run_dir, "supervisor", name, self._state, self.config.psrl.fault_tolerance)
         self.wakeup = Wakeup()
         self.signal_seen = ""
-        self.signal_told = False
+        self.leave_by: float | None = None
+        """After a signal: when this node is to be free."""
         self.unsent: list[c.Message] = []
         self.gone: list[c.ChildDown] = []
         self.verdict: Outcome | None = None
@@ -107,24 +108,27 @@ class NodeSupervisor:
             self._give_up(Outcome(status=FAILED if self.local else INTERRUPTED, cause=str(error)))
             return
         for message in messages:
+            if isinstance(message, c.Welcome) and self.leave_by is not None:
+                self._tell_signal()  # the coordinator that heard it may be gone
             if isinstance(message, c.Shutdown):
                 self.verdict = Outcome(status=message.status, cause=message.cause)
                 self.leave_grace_s = LEAVE_GRACE_S
-        if self.signal_seen and not self.signal_told:
+        if self.signal_seen and self.leave_by is None:
+            self.leave_by = time.monotonic() + self._grace_s()
             self._tell_signal()
         while self.unsent and self.link.send(self.unsent[0]):
             self.unsent.pop(0)
 
     def _tell_signal(self) -> None:
         """The scheduler or the user wants this node back: the run drains; what joined leaves alone."""
-        self.signal_told = True
-        reason, grace_s = f"{self.signal_seen} at {self.name}", self._grace_s()
+        assert self.leave_by is not None
+        reason, grace_s = f"{self.signal_seen} at {self.name}", max(0.0, self.leave_by - time.monotonic())
         if self.joined:
             self.unsent.append(c.Leave(children=self.children.alive(), reason=reason, grace_s=grace_s))
         else:
             self.unsent.append(c.Drain(reason=reason, grace_s=grace_s))
-        self.give_up_at = time.monotonic() + grace_s + VERDICT_GRACE_S
-        self.given_up = Outcome(status=INTERRUPTED, cause=f"{reason}; no coordinator answered within {grace_s:g} s")
+        self.give_up_at = self.leave_by + VERDICT_GRACE_S
+        self.given_up = Outcome(status=INTERRUPTED, cause=f"{reason}, and no coordinator gave a verdict in time")
 
     def _grace_s(self) -> float:
         """What is left after the signal: a batch script that asks Slurm for an early warning says how early."""

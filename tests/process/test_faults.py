@@ -286,7 +286,7 @@ def test_what_holds_the_run_together_may_die_too(new_run: NewRun) -> None:
         run.until(lambda before=before: run.version > before, "the run went on")
         run.kill(f"supervisor-{group}")
         assert run.wait(END_S) == 1
-        assert run.outcome.cause == f"the {group} supervisor ended by signal SIGKILL"
+        assert run.outcome.cause == f"supervisor-{group} ended by signal SIGKILL"
         run.nothing_left()
     # The launcher: everything dies with it, and there is no verdict at all.
     before = run.version

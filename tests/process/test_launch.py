@@ -64,7 +64,7 @@ def test_a_sweep_runs_every_member_in_a_directory_of_its_own(tmp_path: Path) -> 
         "model.tiny.hidden_size=64", "model.tiny.num_layers=1", "model.tiny.warm_start_steps=0", "trainer.logger=[console]", 'note="a,b"', timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    configs = sorted(p.read_text() for p in (tmp_path / "runs").glob("*/config.yaml"))
+    configs = sorted(p.read_text() for p in (tmp_path / "multirun").glob("*/*/[01]/config.yaml"))
     assert len(configs) == 2
     assert {line for text in configs for line in text.splitlines() if line.strip().startswith("staleness:")} == {
         "  staleness: 0",

@@ -12,7 +12,7 @@ from sweeps import ON_SLURM, ROOT, Member, sbatch
 
 from psrl.outcome import read_outcome
 from psrl.rundir.layout import RunDir
-from psrl.slurm.job_text import VERDICT
+from psrl.slurm.job_text import END, READ_VERDICT
 
 pytestmark = pytest.mark.slurm
 
@@ -30,7 +30,7 @@ def overrides(model: Path) -> list[str]:
 def test_a_template_is_a_script_that_ends_with_the_verdict(template: Path) -> None:
     text = template.read_text()
     assert subprocess.run(["bash", "-n", str(template)]).returncode == 0
-    assert text.endswith(VERDICT) == ("join" not in template.stem)
+    assert text.endswith(END) == (READ_VERDICT in text) == ("join" not in template.stem)
     assert "pkill" not in text and "--no-kill" not in text
     for wanted in ("--signal=USR2@", "--requeue", "--open-mode=append", "--kill-on-bad-exit=1 --wait=0"):
         assert wanted in text, wanted

@@ -218,3 +218,44 @@ def test_joiners_hear_the_verdict() -> None:
     run, _ = with_joiner()
     said = run.tell("trainer-0", c.TrainerDone(version=4, drained=False))
     assert [m.status for m in to(said, JOINER) if isinstance(m, c.Shutdown)] == ["completed"]
+
+
+# ---- starts of the whole run -------------------------------------------------------------------------------------
+
+
+def test_a_role_of_an_earlier_attempt_is_sent_away() -> None:
+    run = Run(attempt="7-1")
+    state = c.TrainerState(published=3, resumed_from=0, start_nonce="old")
+    old = c.Hello(role="trainer", name="trainer-0", node="n", pid=1, sent_s=0.0, attempt="7-0", state=state)
+    said = run.tell("trainer-0", old)
+    assert [type(message) for _, message in said] == [c.Welcome, c.Shutdown]
+    assert run.core.trainer == "" and run.core.staleness.version == 0
+    joiner = c.Hello(role="supervisor", name="join-9-0-0", node="n", pid=1, sent_s=0.0, attempt="join-9-0-0")
+    assert [type(message) for _, message in run.tell("join-9-0-0", joiner)] == [c.Welcome]
+
+
+def test_a_node_out_of_reach_drains_a_run_that_goes_on() -> None:
+    run = Run(goes_on=True)
+    run.hello("trainer", "trainer-0", c.TrainerState(published=0, resumed_from=0, start_nonce="a"))
+    run.hello("supervisor", "rollout-node-0", c.SupervisorState())
+    run.core.lost("rollout-node-0", "gone", run.now)
+    run.now = 11.0
+    run.core.tick(run.now)
+    said = run.settle()
+    assert [m for n, m in said if n == "trainer-0"] == [
+        c.DrainNow(reason="rollout-node-0 has been unreachable for 10 s", grace_s=30.0)
+    ]
+    assert run.core.ended is None
+    run.now = 42.0  # the trainer is in the middle of a long step
+    run.core.tick(run.now)
+    assert run.core.ended is not None and run.core.ended.status == "interrupted"
+    assert "the step in hand was given up after 30 s" in run.core.ended.cause
+
+
+@pytest.mark.parametrize(("goes_on", "status"), [(True, "interrupted"), (False, "failed")])
+def test_a_trainer_out_of_reach_ends_the_run(goes_on: bool, status: str) -> None:
+    run = Run(goes_on=goes_on)
+    run.hello("trainer", "trainer-0", c.TrainerState(published=0, resumed_from=0, start_nonce="a"))
+    run.core.lost("trainer-0", "gone", run.now)
+    run.core.tick(11.0)
+    assert run.core.ended is not None and run.core.ended.status == status

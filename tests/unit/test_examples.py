@@ -23,7 +23,7 @@ from psrl.config.help import documented_keys
 from psrl.config.schema import Config
 from psrl.deployment import shares_of
 from psrl.launch import register_launchers
-from psrl.slurm.job_text import VERDICT
+from psrl.slurm.job_text import END, READ_VERDICT
 from psrl.tasks.base import Answer
 from psrl.tasks.registry import build_task, task_spec
 
@@ -220,7 +220,7 @@ def test_the_batch_script_asks_for_what_the_launcher_asks_for(name: str, planned
     script = EXAMPLES / name / "job.sbatch"
     text = script.read_text()
     assert subprocess.run(["bash", "-n", script]).returncode == 0
-    assert text.endswith(VERDICT)
+    assert text.endswith(END) and READ_VERDICT in text
     assert directives(text) == directives(planned[name].out)
     for setting in (r"^export PSRL_SIGNAL_DELAY_S=(\d+)", r"^max_requeues=(\d+)"):
         assert re.findall(setting, text, re.MULTILINE) == re.findall(setting, planned[name].out, re.MULTILINE)

@@ -13,7 +13,7 @@ import pytest
 from psrl.config.errors import ConfigError
 from psrl.config.schema import DeploymentConfig
 from psrl.slurm.cluster import Partition, parse_cluster
-from psrl.slurm.job_text import VERDICT, Job, job_text
+from psrl.slurm.job_text import END, READ_VERDICT, Job, job_text
 from psrl.slurm.plan import plan_job
 from psrl.slurm.settings import GroupConf, SlurmConf, check_settings
 
@@ -82,13 +82,15 @@ def test_paths_with_blanks_and_percent_signs_survive() -> None:
 # ---- what the batch script does with a verdict -------------------------------------------------------------------
 
 
-def verdict(tmp_path: Path, content: str | None, restarts: int, most: int = 2) -> tuple[int, str]:
+def verdict(
+    tmp_path: Path, content: str | None, restarts: int, most: int = 2, step: str = "true", end: str = END
+) -> tuple[int, str]:
     """Exit code and output of the script's end, with an scontrol that tells what it was asked."""
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho scontrol $@\nexit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
     if content is not None:
         (tmp_path / "outcome.json").write_text(content)
-    script = f"run_dir={tmp_path}\nmax_requeues={most}\nPSRL_ATTEMPT=7-{restarts}\n{VERDICT}"
+    script = f"run_dir={tmp_path}\nmax_requeues={most}\nPSRL_ATTEMPT=7-{restarts}\n{READ_VERDICT}\n{step} &\n{end}"
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
     return done.returncode, done.stdout
@@ -117,6 +119,13 @@ def test_requeues_are_counted(tmp_path: Path) -> None:
 def test_a_failed_run_an_old_verdict_and_none_do_not_requeue(tmp_path: Path, content: str | None) -> None:
     code, said = verdict(tmp_path, content, 0)
     assert (code, "scontrol" in said) == (1, False)
+
+
+def test_a_step_that_outlives_its_verdict_is_left(tmp_path: Path) -> None:
+    impatient = END.replace("-lt 120", "-lt 1")
+    assert impatient != END
+    code, said = verdict(tmp_path, outcome("interrupted", "7-0"), 0, step="sleep 300", end=impatient)
+    assert "scontrol requeue 7" in said and code == 1
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------
