@@ -169,5 +169,6 @@ def sbatch(
     cluster: Any, script: Path, *arguments: str, options: tuple[str, ...] = (), run_dir: Path | None = None
 ) -> str:
     """Submit a template as a user does; returns the job's id."""
-    export = [] if run_dir is None else [f"--export=ALL,RUN_DIR={run_dir}"]
-    return cluster.run("sbatch", "--parsable", *options, *export, script, *arguments).stdout.strip()
+    export = ["ALL", f"PSRL_PYTHON={sys.executable}", *([f"RUN_DIR={run_dir}"] if run_dir is not None else [])]
+    command = ["sbatch", "--parsable", *options, f"--export={','.join(export)}", script, *arguments]
+    return cluster.run(*command).stdout.strip()

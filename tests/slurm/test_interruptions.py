@@ -32,7 +32,9 @@ def test_a_requeue_and_a_warning_in_the_middle(mini_slurm: Any, tiny_model: Path
     assert report.fates["trained"] == 24 * 4
     assert (member.dir.rendezvous / "wandb_id").read_text() == wandb_id
     logged = member.dir.logs / f"wandb_steps.{wandb_id.strip()}"
-    steps = [int(word) for word in logged.read_text().split() if word != "end"]  # W&B itself was killed with unsent rows
+    steps = [
+        int(word) for word in logged.read_text().split() if word != "end"
+    ]  # W&B itself was killed with unsent rows
     assert list(dict.fromkeys(reversed(steps)))[::-1] == list(range(1, 25))
     assert "psrl: interrupted: SIGUSR2 at" in member.job_log and "psrl: requeueing job" in member.job_log
 

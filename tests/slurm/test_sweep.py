@@ -124,8 +124,8 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"hydra.launcher.time": "soon"}, "hydra.launcher.time=soon"),
     ({"hydra.launcher.timeout_min": "abc"}, "hydra.launcher.timeout_min=abc is refused"),
     (
-        {"psrl.deployment.rollout_ngpus_per_node": 4, "psrl.deployment.n_rollout_instances": 6},
-        "n_rollout_instances=6 does not divide",
+        {"psrl.deployment.rollout_ngpus_per_node": 4, "psrl.deployment.n_rollout_instances": 5},
+        "n_rollout_instances=5 does not divide",
     ),
     ({"psrl.staleness": "'[0,1,2]'"}, "psrl.staleness="),
     ({"note": "a=b"}, "quote the value"),
