@@ -32,7 +32,8 @@ LOOK_S = 0.5
 
 
 def main() -> int:
-    """Exit code 1 for a failed run only; what the batch script goes by is the verdict in the run directory."""
+    """Exit code 1 for a failed run on the leading node only: the first task that ends badly makes Slurm end the others,
+    and the leading one still has to say what happened. The batch script goes by the verdict in the run directory."""
     parser = argparse.ArgumentParser(prog="python -m psrl.slurm.role", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     run_dir = RunDir(parser.parse_args().run_dir.resolve())
@@ -94,7 +95,7 @@ def _follow(run_dir: RunDir, config: Config, share: Share, early: list[int]) -> 
     while not _prepared_mark(run_dir).exists():
         if (outcome := current_outcome(run_dir)) is not None:
             log.error("the run ended before it began: %s", outcome.cause)
-            return 1 if outcome.status == FAILED else 0
+            return 0
         if time.monotonic() > deadline:
             cause = (
                 f"{share.name} waited psrl.fault_tolerance.startup_timeout_s={limit_s:g} s for the run's preparation"
@@ -102,7 +103,8 @@ def _follow(run_dir: RunDir, config: Config, share: Share, early: list[int]) -> 
             publish_outcome(run_dir, Outcome(status=FAILED, cause=cause))
             return 1
         time.sleep(LOOK_S)
-    return _supervise(run_dir, share, config, early)
+    _supervise(run_dir, share, config, early)
+    return 0
 
 
 def _supervise(run_dir: RunDir, share: Share, config: Config, early: list[int]) -> int:
