@@ -64,5 +64,5 @@ def test_a_wrong_value_in_a_template_ends_the_job_with_one_sentence(
     job = sbatch(mini_slurm, script, *arguments, options=(f"--output={log}",), run_dir=tmp_path / "run")
     mini_slurm.wait_job_state(job, ["COMPLETED", "FAILED"], DEADLINE_S)
     assert mini_slurm.job_info(job)[0]["JobState"] == "FAILED"
-    assert "psrl: Unknown key psrl.stalenes: did you mean psrl.staleness?" in log.read_text()
+    assert "psrl: Unknown key psrl.stalenes: did you mean psrl.staleness" in log.read_text()
     assert not (tmp_path / "run").exists()
