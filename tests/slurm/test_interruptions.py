@@ -101,7 +101,7 @@ def test_a_killed_instance_restarts_in_place_and_cancelling_ends_everything(
     mini_slurm.run("scancel", member.job_id)
     assert member.ended(timeout_s=90) == "CANCELLED"
     psutil.wait_procs(second, timeout=30)
-    assert not processes(member, "")
+    member.until(lambda: not processes(member, ""), "nothing of the run is left, its srun included", timeout_s=60)
     member.audit()
     assert "psrl: requeueing" not in member.job_log
 
