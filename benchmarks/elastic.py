@@ -40,7 +40,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="psrl-elastic-") as scratch:
         run_dir = Path(scratch, "run")
-        total = f"trainer.total_training_steps={5 * args.steps}"
+        total = f"trainer.total_training_steps={1000 * args.steps}"  # ended long before
         run = subprocess.Popen(
             [sys.executable, "-m", "psrl.launch", f"run_dir={run_dir}", total, *OVERRIDES], stdout=subprocess.DEVNULL
         )

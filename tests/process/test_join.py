@@ -57,7 +57,7 @@ def test_joined_instances_get_work_and_leave_without_losing_a_token(new_run: New
     assert "left after SIGTERM" in joiner.output
     assert run.wait() == 0
     run.nothing_left()
-    back = rf"{names[0]} refused \d+ samples: they go on elsewhere with their [1-9]\d* tokens"
+    back = rf"instance-{joiner.name}-\d refused \d+ samples: they go on elsewhere with their [1-9]\d* tokens"
     assert re.search(back, run.log("agent-loop-0")), run.story()
     for name in names:
         assert "dismissed: all that was here has been taken over" in run.log(name)
