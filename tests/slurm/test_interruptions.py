@@ -12,7 +12,7 @@ from sweeps import Member, launch_one, paced
 
 from psrl.outcome import read_outcome
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
 def test_a_requeue_and_a_warning_in_the_middle(mini_slurm: Any, tiny_model: Path, tmp_path: Path) -> None:

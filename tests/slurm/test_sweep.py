@@ -13,7 +13,7 @@ from sweeps import launch
 
 from psrl.rundir.publish import read_published
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 SWEEP: dict[str, object] = {
     "psrl.staleness": "0,1",

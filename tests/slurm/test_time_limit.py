@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sweeps import launch_one, paced
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
 def test_a_time_limit_of_three_minutes_is_hit(mini_slurm: Any, tiny_model: Path, tmp_path: Path) -> None:
