@@ -9,34 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass
-class PartialRolloutConfig:
-    enable: bool = True
-    """A weight pull interrupts generation at the version boundary; tokens and log-probs are kept, the request goes on."""
-
-
-@dataclass
-class RoutingStrategyConfig:
-    method: str = "request_num_balance"
-    """request_num_balance | round_robin | random."""
-    admission_reject_on_waiting: bool = True
-    """Send nothing new to an instance whose own queue has begun to wait."""
-    max_concurrent_seqs_per_instance: int = 1024
-    """Most sequences that the router places on one instance at a time."""
-
-
-@dataclass
-class SyncStrategyConfig:
-    method: str = "greedy"
-    """greedy: pull whenever a newer version is published."""
-
-
-@dataclass
-class RolloutCoordinationConfig:
-    partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
-    routing_strategy: RoutingStrategyConfig = field(default_factory=RoutingStrategyConfig)
-    sync_and_mig_strategy: SyncStrategyConfig = field(default_factory=SyncStrategyConfig)
+from psrl.config.coordination import FilterGroupsConfig, GroupPostProcessConfig, RolloutCoordinationConfig
 
 
 @dataclass
@@ -130,6 +103,7 @@ class PsrlConfig:
     max_group_retries: int = 1
     """How often a group is tried again after a failed or timed-out reward, then its prompt is dropped and replaced."""
     rollout_coordination: RolloutCoordinationConfig = field(default_factory=RolloutCoordinationConfig)
+    group_post_process: GroupPostProcessConfig = field(default_factory=GroupPostProcessConfig)
     status_collection: StatusCollectionConfig = field(default_factory=StatusCollectionConfig)
     log_prob: LogProbConfig = field(default_factory=LogProbConfig)
     deployment: DeploymentConfig = field(default_factory=DeploymentConfig)
@@ -313,6 +287,7 @@ class AlgorithmConfig:
     """grpo."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages by the group's standard deviation; False: Dr. GRPO."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
