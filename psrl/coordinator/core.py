@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from psrl.coordinator.dispatch import Dispatch
 from psrl.coordinator.joiners import CLAIM_GRACE_S
 from psrl.coordinator.membership import Membership
-from psrl.coordinator.routing import eligible
 from psrl.coordinator.staleness import Entry
 from psrl.coordinator.state import Settings
 from psrl.coordinator.sync import greedy_pulls
-from psrl.coordinator.views import InstanceView
 from psrl.protocol import control as c
 
 __all__ = ["CLAIM_GRACE_S", "QUARANTINE_S", "Coordinator", "Settings"]
@@ -27,11 +26,11 @@ QUARANTINE_S = 2.0
 """After a failed pull an instance is left alone this long before the next try."""
 
 
-class Coordinator(Membership):
+class Coordinator(Dispatch):
     """One run's coordinator. Feed it with `handle`, `lost`, `tick`; take `records` and `outbox` after each.
 
-    `RunState` holds what is known, `Joiners` who comes and goes, `Membership` who is there; here is what happens to
-    groups, instances and buffers.
+    `RunState` holds what is known, `Joiners` who comes and goes, `Membership` who is there, `Dispatch` who makes what;
+    here is what happens to groups, instances and buffers.
     """
 
     # ---- what the service calls ------------------------------------------------------------------------------
@@ -110,76 +109,9 @@ class Coordinator(Membership):
 
     # ---- groups ----------------------------------------------------------------------------------------------
 
-    def _candidates(self, num_samples: int, min_version: int) -> list[InstanceView]:
-        return eligible(
-            self.placement.instances.values(),
-            incarnation=self.staleness.incarnation,
-            num_samples=num_samples,
-            min_version=min_version,
-            limit=self.settings.max_concurrent,
-            reject_on_waiting=self.settings.reject_on_waiting,
-        )
-
-    def _dispatch(self) -> None:
-        """Reserve and hand out new groups while an instance, an agent loop, a prompt and a place are there."""
-        batch: dict[str, list[c.Assignment]] = {}
-        n = self.settings.samples_per_group
-        while (agent := self.placement.least_busy_agent()) and (position := self.prompts.peek()) is not None:
-            candidates = self._candidates(n, 0)
-            admissible = {v for v in {i.version for i in candidates} if self.staleness.can_reserve(v)}
-            candidates = [i for i in candidates if i.version in admissible]
-            if not candidates:
-                break
-            instance = self.router.choose(candidates, n)
-            reserve = self.staleness.reserve(
-                version=instance.version,
-                data_epoch=position.data_epoch,
-                prompt=position.prompt,
-                instance=instance.name,
-                attempt=position.attempt,
-            )
-            if reserve is None:
-                break
-            self._apply(reserve)
-            self.placement.open(reserve.group, position, reserve.version, agent.name, {instance.name: n})
-            assignment = c.Assignment(
-                group=reserve.group,
-                data_epoch=reserve.data_epoch,
-                prompt=reserve.prompt,
-                n=n,
-                version=reserve.version,
-                incarnation=self.staleness.incarnation,
-                instance=instance.name,
-                attempt=reserve.attempt,
-            )
-            batch.setdefault(agent.name, []).append(assignment)
-        for name, groups in batch.items():
-            self._say(name, c.Assign(groups=groups))
-
     def _sample_moves(self, sender: str, moves: c.SampleMoves, now_s: float) -> None:
         for group, instance, count in moves.left:
             self.placement.leave(group, instance, count)
-
-    def _route_request(self, sender: str, request: c.RouteRequest, now_s: float) -> None:
-        self.waiting_routes.extend((sender, group, sample) for group, sample in request.samples)
-
-    def _route_waiting(self) -> None:
-        """Samples that go on elsewhere come before new groups, in the order of asking; the rest waits."""
-        routed: dict[str, list[tuple[int, int, str]]] = {}
-        for _ in range(len(self.waiting_routes)):
-            agent, group, sample = self.waiting_routes.popleft()
-            open_group = self.placement.groups.get(group)
-            if open_group is None or open_group.agent != agent:
-                continue
-            candidates = self._candidates(1, open_group.version)
-            if not candidates:
-                self.waiting_routes.append((agent, group, sample))
-                continue
-            instance = self.router.choose(candidates, 1)
-            self.placement.arrive(group, instance.name)
-            routed.setdefault(agent, []).append((group, sample, instance.name))
-        for agent, samples in routed.items():
-            self._say(agent, c.Routed(samples=samples, incarnation=self.staleness.incarnation))
 
     def _group_failed(self, sender: str, failed: c.GroupFailed, now_s: float) -> None:
         open_group = self.placement.groups.get(failed.group)
@@ -258,7 +190,7 @@ class Coordinator(Membership):
         c.PullDone: _pull_done,
         c.PullFailed: _pull_failed,
         c.SampleMoves: _sample_moves,
-        c.RouteRequest: _route_request,
+        c.RouteRequest: Dispatch._route_request,
         c.GroupDone: Membership._group_done,
         c.GroupFailed: _group_failed,
         c.WantBuffer: _want_buffer,
