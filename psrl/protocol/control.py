@@ -137,9 +137,17 @@ class InstanceStatus(Message):
     """Sent on change, at most every `status_collection.engine_sync_interval_in_ms`."""
 
     stats: EngineStats
+    at_s: float = 0.0
+    """The sender's monotonic clock, seconds: rates are differences of it, so that a slow message does not look like speed."""
 
 
 class PullStarted(Message):
+    version: int
+
+
+class Switching(Message):
+    """`version` has arrived here and decoding is about to stand still: send nothing new until PullDone."""
+
     version: int
 
 
@@ -165,6 +173,11 @@ class Pull(Message):
     version: int
     incarnation: int
     abort_running: bool
+
+
+class HandBack(Message):
+    """Coordinator -> instance: hand every sample back with the tokens that it has (finish "migrated"), and go on taking
+    new ones."""
 
 
 class Retire(Message):
@@ -220,6 +233,9 @@ class RouteRequest(Message):
     """Agent loop -> coordinator: where shall these (group, sample) pairs go on? Answered by Routed, at once or later."""
 
     samples: list[tuple[int, int]]
+    reason: str = ""
+    """Why they are on the move: the finish with which their instance handed them back (psrl.protocol.generation), "" if it
+    was lost. A "migrated" sample is bound to no instance, by stickiness of any kind, until it has been placed again."""
 
 
 class Routed(Message):
@@ -326,9 +342,9 @@ class Shutdown(Message):
 
 
 ToCoordinator = (
-    Hello | Leaving | Fatal | ChildDown | Drain | Leave | InstanceStatus | PullStarted | PullDone | PullFailed | SampleMoves
+    Hello | Leaving | Fatal | ChildDown | Drain | Leave | InstanceStatus | PullStarted | Switching | PullDone | PullFailed | SampleMoves
     | RouteRequest | GroupDone | GroupFailed | WantBuffer | Published | CheckpointDone | TrainerDone
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Pull | Retire | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | DrainNow | Shutdown
+    Welcome | Pull | HandBack | Retire | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | DrainNow | Shutdown
 )  # fmt: skip

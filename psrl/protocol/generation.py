@@ -9,6 +9,7 @@ from psrl.protocol.samples import VersionSpan
 FINISH_STOP = "stop"  # a stop token was sampled (it is the last token of the response)
 FINISH_LENGTH = "length"  # the response budget or the context is used up
 FINISH_ABORT = "abort"  # interrupted; never scored: continue it or discard it
+FINISH_MIGRATED = "migrated"  # as abort: handed back so that another, less busy instance may go on with it
 FINISH_REFUSED = "refused"  # not made here: the instance's version is older than the group's, or it is leaving
 
 
@@ -81,3 +82,7 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     busy_s: float = 0.0
+    kv_tokens: int = 0
+    """Gauge: tokens whose keys and values the running samples hold."""
+    kv_capacity_tokens: int = 0
+    """Tokens that the KV cache has room for; 0 if the engine does not say."""

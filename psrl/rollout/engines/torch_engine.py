@@ -246,6 +246,8 @@ class TorchEngine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             busy_s=self._busy_s,
+            kv_tokens=scheduler.kv_tokens,
+            kv_capacity_tokens=scheduler.kv_cache_tokens,
         )
 
     def close(self) -> None:
