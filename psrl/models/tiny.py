@@ -36,7 +36,7 @@ def build_tiny(
     _check_shape(config)
     save_tokenizer(make_tokenizer(_texts(islice(task.items(), VOCAB_TEXTS))), directory, context)
     tokenizer = load_tokenizer(directory)
-    model = _random_model(config, tokenizer.vocab_size, context)
+    model = random_tiny(config, tokenizer.vocab_size, context)
     examples = [
         Example(tokenizer.encode_chat(item.messages), [*tokenizer.encode(item.solution), END_ID])
         for item in islice(practice.items(), WARM_START_ITEMS)
@@ -74,7 +74,8 @@ def _texts(items: Iterable[TaskItem]) -> Iterable[str]:
             yield item.solution
 
 
-def _random_model(config: TinyModelConfig, vocab_size: int, context: int) -> Qwen3ForCausalLM:
+def random_tiny(config: TinyModelConfig, vocab_size: int, context: int) -> Qwen3ForCausalLM:
+    """The network before any training, in float32."""
     shape = Qwen3Config(
         vocab_size=-(-vocab_size // 64) * 64,
         hidden_size=config.hidden_size,

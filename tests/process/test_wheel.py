@@ -49,6 +49,21 @@ def test_launch_refuses_from_the_wheel_as_from_the_tree(installed: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["telemetry/page.html.j2", "py.typed", "conf/config.yaml", "conf/preset/laptop.yaml"])
+def test_shipped_cost_models_are_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    result = python(installed, tmp_path, "-m", "psrl.cost_model", "show", "qwen_32b", "--key", "TP2_PP1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("step [s] = max(0.0250194, 0.0183826 + 0.0002446 n)")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "telemetry/page.html.j2",
+        "py.typed",
+        "conf/config.yaml",
+        "conf/preset/laptop.yaml",
+        "conf/cost_model/qwen_7b.json",
+    ],
+)
 def test_package_data_is_in_the_wheel(installed: Path, name: str) -> None:
     assert (installed / "psrl" / name).is_file()

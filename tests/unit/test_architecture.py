@@ -22,6 +22,9 @@ ALLOWED = {
     "supervisor/process.py": {"supervisor"},
     "supervisor/children.py": {"supervisor"},
     "coordinator": {"coordinator", "protocol"},
+    "cost_model/fit.py": {"protocol"},
+    "cost_model/measure.py": {"protocol"},
+    "cost_model/files.py": {"protocol", "config"},
     "rollout/engines": {"rollout", "protocol"},
     "rollout/partial.py": {"protocol"},
     "rollout/group_work.py": {"rollout", "protocol"},
@@ -36,7 +39,7 @@ ALLOWED = {
 SHELLS = {"coordinator/service.py"}
 """The one file of the coordinator that does I/O."""
 
-LIGHT = ("config", "protocol", "coordinator", "rundir", "net", "supervisor", "telemetry", "slurm")
+LIGHT = ("config", "protocol", "coordinator", "rundir", "net", "supervisor", "telemetry", "slurm", "cost_model")
 
 
 def files(part: str) -> list[Path]:
