@@ -45,11 +45,15 @@ def find_members(directory: Path) -> list[Member]:
 
 
 def sweep_members(directory: Path) -> list[Member]:
-    """Members below `directory` in order, with what they differ in; those without a `run.json` are not there yet."""
+    """Members below `directory` in order, with what they differ in; those without a `run.json` are not there yet.
+
+    Runs that belong to no sweep differ in what their configurations do, so that any runs can be compared."""
     if not directory.is_dir():
         return []
     members = [read_member(path) for path in directory.iterdir() if (path / "run.json").is_file()]
     members.sort(key=lambda member: (member.number is None, member.number, natural(member.path.name)))
+    if not any(member.sweep for member in members):  # runs that somebody laid side by side
+        members = [replace(member, overrides=_configured(member.path)) for member in members]
     return with_settings(members)
 
 
@@ -107,6 +111,14 @@ def _parsed(overrides: Sequence[str]) -> dict[str, str]:
         if not key.startswith(PLACES):
             parsed[key.lstrip("~")] = "removed" if key.startswith("~") else value
     return parsed
+
+
+def _configured(path: Path) -> dict[str, str]:
+    """The whole configuration of a run as overrides would say it."""
+    from psrl.telemetry.record import configuration
+
+    config, _ = configuration(path / "config.yaml")
+    return {key: "null" if value is None else str(value) for key, value in config.items() if not key.startswith(PLACES)}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -142,6 +142,15 @@ def mixed(tmp_path):
     return sweep
 
 
+def test_runs_of_no_sweep_are_compared_by_what_their_configurations_differ_in(tmp_path):
+    for number, settings in enumerate(({"psrl.staleness": 1}, {"psrl.staleness": 1, PARTIAL: False})):
+        run_dir = make_member(tmp_path, number, settings, step_s=1.0 + number)
+        run_dir.run.write_text(json.dumps({"run_id": "x", "created": "2026-11-29T10:00:00+00:00"}))
+    record = load(tmp_path)
+    assert [m.row.settings for m in record.members] == [{PARTIAL: "True"}, {PARTIAL: "False"}]
+    assert ratios(record) == [("0", "0", 1.0, 1.0), ("1", "0", 0.5, 0.5)]
+
+
 def test_page_data_and_links_of_a_sweep(mixed, capsys):
     own = mixed / "1" / "report" / "index.html"
     own.write_text("kept")
