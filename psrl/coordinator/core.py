@@ -15,22 +15,19 @@ from psrl.coordinator.joiners import CLAIM_GRACE_S
 from psrl.coordinator.membership import Membership
 from psrl.coordinator.staleness import Entry
 from psrl.coordinator.state import Settings
-from psrl.coordinator.sync import greedy_pulls
+from psrl.coordinator.upkeep import QUARANTINE_S, Upkeep
 from psrl.protocol import control as c
 
 __all__ = ["CLAIM_GRACE_S", "QUARANTINE_S", "Coordinator", "Settings"]
 
 log = logging.getLogger("psrl.coordinator")
 
-QUARANTINE_S = 2.0
-"""After a failed pull an instance is left alone this long before the next try."""
 
-
-class Coordinator(Dispatch):
+class Coordinator(Dispatch, Upkeep):
     """One run's coordinator. Feed it with `handle`, `lost`, `tick`; take `records` and `outbox` after each.
 
-    `RunState` holds what is known, `Joiners` who comes and goes, `Membership` who is there, `Dispatch` who makes what;
-    here is what happens to groups, instances and buffers.
+    `RunState` holds what is known, `Joiners` who comes and goes, `Membership` who is there, `Dispatch` who makes what,
+    `Upkeep` who pulls; here is what happens to groups and buffers.
     """
 
     # ---- what the service calls ------------------------------------------------------------------------------
@@ -46,72 +43,15 @@ class Coordinator(Dispatch):
         """Everything that can go on now does: pulls, waiting samples, new groups, the next buffer."""
         if self.ended is not None:
             return
-        self._sync(now_s)
+        self._look(now_s)
         self._route_waiting()
         self._dismiss()
         if self.draining is None:
             self._dispatch()
             self._ship()
-
-    # ---- instances -------------------------------------------------------------------------------------------
-
-    def _instance_status(self, sender: str, status: c.InstanceStatus, now_s: float) -> None:
-        if view := self.placement.instances.get(sender):
-            view.stats = status.stats
-
-    def _pull_started(self, sender: str, message: c.PullStarted, now_s: float) -> None:
-        if view := self.placement.instances.get(sender):
-            view.pulling = message.version
-
-    def _pull_done(self, sender: str, done: c.PullDone, now_s: float) -> None:
-        if view := self.placement.instances.get(sender):
-            view.version, view.incarnation, view.pulling, view.draining = (
-                done.version,
-                done.incarnation,
-                -1,
-                False,
-            )
-
-    def _pull_failed(self, sender: str, failed: c.PullFailed, now_s: float) -> None:
-        if view := self.placement.instances.get(sender):
-            log.warning(
-                "%s could not pull version %d: %s; next try in %g s",
-                sender,
-                failed.version,
-                failed.cause,
-                QUARANTINE_S,
-            )
-            self.counters["failed_pulls"] += 1
-            view.pulling, view.draining = -1, False
-            view.quarantined_until_s = now_s + QUARANTINE_S
-
-    def _sync(self, now_s: float) -> None:
-        """Tell instances to pull. Only what the ledger knows as published is pulled, and only once it can be."""
-        version, incarnation = self.staleness.version, self.staleness.incarnation
-        if self.pullable_version < version:
-            return
-        for view in greedy_pulls(
-            self.placement.instances.values(),
-            version=version,
-            incarnation=incarnation,
-            now_s=now_s,
-        ):
-            view.pulling = version
-            view.draining = not self.settings.partial_rollout
-            self._say(
-                view.name,
-                c.Pull(
-                    version=version,
-                    incarnation=incarnation,
-                    abort_running=self.settings.partial_rollout,
-                ),
-            )
+        self._pull_idle(now_s)
 
     # ---- groups ----------------------------------------------------------------------------------------------
-
-    def _sample_moves(self, sender: str, moves: c.SampleMoves, now_s: float) -> None:
-        for group, instance, count in moves.left:
-            self.placement.leave(group, instance, count)
 
     def _group_failed(self, sender: str, failed: c.GroupFailed, now_s: float) -> None:
         open_group = self.placement.groups.get(failed.group)
@@ -185,11 +125,12 @@ class Coordinator(Dispatch):
         c.ChildDown: Membership._child_down,
         c.Drain: Membership._drain,
         c.Leave: Membership._leave,
-        c.InstanceStatus: _instance_status,
-        c.PullStarted: _pull_started,
-        c.PullDone: _pull_done,
-        c.PullFailed: _pull_failed,
-        c.SampleMoves: _sample_moves,
+        c.InstanceStatus: Upkeep._instance_status,
+        c.PullStarted: Upkeep._pull_started,
+        c.Switching: Upkeep._switching,
+        c.PullDone: Upkeep._pull_done,
+        c.PullFailed: Upkeep._pull_failed,
+        c.SampleMoves: Upkeep._sample_moves,
         c.RouteRequest: Dispatch._route_request,
         c.GroupDone: Membership._group_done,
         c.GroupFailed: _group_failed,

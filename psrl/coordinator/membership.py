@@ -133,6 +133,9 @@ class Membership(Joiners):
             False,
         )
         known.leaving = known.leaving or state.retiring
+        self.lagging.consider(known)
+        self.migrations.forget(name)
+        self.placement.changed.add(name)
         self._announce_instances()
 
     def _agent_hello(self, name: str, state: c.AgentState, now_s: float) -> None:

@@ -27,6 +27,8 @@ class Placement:
         self.instances: dict[str, InstanceView] = {}
         self.agents: dict[str, AgentView] = {}
         self.groups: dict[int, OpenGroup] = {}
+        self.changed: set[str] = set()
+        """Instances whose load changed since the last look at them; who looks clears it."""
 
     def open(
         self, group: int, position: Position, version: int, agent: str = "", on: Mapping[str, int] | None = None
@@ -76,6 +78,19 @@ class Placement:
                 self._move(group, {i: n for i, n in group.on.items() if i != name})
         return self.instances.pop(name)
 
+    def samples_at(self, name: str) -> dict[int, int]:
+        """Samples at an instance, by group."""
+        return {number: group.on[name] for number, group in self.groups.items() if name in group.on}
+
+    def newest_versions(self) -> dict[str, int]:
+        """Newest version of a group that has samples there, for each instance that has any: whoever is to take over all
+        of its samples needs that version."""
+        newest: dict[str, int] = {}
+        for group in self.groups.values():
+            for name in group.on:
+                newest[name] = max(group.version, newest.get(name, group.version))
+        return newest
+
     def held_by(self, agent: str) -> list[int]:
         return sorted(self.agents[agent].groups)
 
@@ -91,6 +106,7 @@ class Placement:
         for name in {*group.on, *on}:
             if view := self.instances.get(name):
                 view.in_flight += on.get(name, 0) - group.on.get(name, 0)
+                self.changed.add(name)
         group.on = {name: count for name, count in on.items() if count}
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from psrl.coordinator.migration import Migrations, MigrationSettings
 from psrl.coordinator.placement import Placement
 from psrl.coordinator.prompts import PromptSource
-from psrl.coordinator.records import AnyRecord, Occupy, Position, Release
+from psrl.coordinator.records import AnyRecord, Occupy, Release
 from psrl.coordinator.routing import Router
 from psrl.coordinator.staleness import Staleness
+from psrl.coordinator.sync.lagging import Lagging
+from psrl.coordinator.sync.select import make_sync
+from psrl.coordinator.sync.settings import SyncSettings
 from psrl.protocol import control as c
 
 log = logging.getLogger("psrl.coordinator")
@@ -45,6 +49,9 @@ class Settings:
     """A node that is lost is replaced and the run started again (a scheduler's job), so losing one is no failure."""
     attempt: str
     """The start of the run that this coordinator belongs to."""
+    sync: SyncSettings = field(default_factory=SyncSettings)
+    migration: MigrationSettings | None = None
+    """None: samples are not moved away from a busy instance."""
 
 
 class RunState:
@@ -77,6 +84,13 @@ class RunState:
         self.wanted_buffer = -1
         self.waiting_routes: deque[tuple[str, int, int]] = deque()
         self.counters: Counter[str] = Counter()
+        self.sync_strategy = make_sync(settings.sync)
+        self.lagging = Lagging()
+        self.migrations = Migrations()
+        self.looked_s = now_s - settings.sync.check_interval_s
+        """When all instances were last looked at for sync and migration."""
+        self.finished_samples = self.finished_tokens = 0
+        """Of groups generated to the end since this start: what a mean response is."""
         self.missing: dict[str, float] = {}
         self.gone_for_good: dict[str, dict[str, str]] = {"instance": {}, "agent_loop": {}}
         """Of what psrl.deployment counts, by role: name -> cause, the newest last."""
@@ -87,7 +101,7 @@ class RunState:
         self.pids: dict[str, int] = {}
         self.started_s = self.last_ready_s = now_s
         for r in staleness.open_groups():
-            self.placement.open(r.group, Position(r.data_epoch, r.prompt, r.attempt), r.version)
+            self.placement.open(r.group, r.position, r.version)
 
     def end(self, status: str, cause: str) -> None:
         """The run is over; every role is told. The first verdict counts."""
@@ -105,6 +119,8 @@ class RunState:
     # ---- moves -----------------------------------------------------------------------------------------------
 
     def _group_done(self, sender: str, done: c.GroupDone, now_s: float) -> None:
+        self.finished_samples += len(done.ref.tokens)
+        self.finished_tokens += done.response_tokens
         for record in self.staleness.occupy(done.group, done.ref, done.reward_mean, done.response_tokens):
             if isinstance(record, Release):
                 self._abort(record.group, record.reason)
@@ -124,6 +140,8 @@ class RunState:
 
     def _remove_instance(self, name: str) -> None:
         gone = self.placement.remove_instance(name)
+        self.lagging.forget(name)
+        self.migrations.forget(name)
         self._announce_instances(gone.info(alive=False))
 
     def _announce_instances(self, *gone: c.InstanceInfo) -> None:

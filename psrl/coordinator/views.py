@@ -22,12 +22,21 @@ class InstanceView:
     """The version being pulled, -1 if none."""
     quarantined_until_s: float = 0.0
     draining: bool = False
-    """Behind and finishing what it has (partial rollout off): nothing new is routed here."""
+    """It switches weights now, or is behind and finishes what it has (partial rollout off): nothing new is routed here."""
     leaving: bool = False
     """It hands back what it has: nothing new is routed here, it pulls no more, and it goes when nothing is here."""
     in_flight: int = 0
     """Samples placed here that have not left."""
     stats: EngineStats = field(default_factory=EngineStats)
+    reported_s: float = 0.0
+    """When `stats` came, on the coordinator's clock."""
+    throughput: float = 0.0
+    """Tokens generated a second, of late."""
+    counted_from_s: float = 0.0
+    """Where `throughput` is measured from next: the engine's clock, and what it had generated then."""
+    counted_from_tokens: int = 0
+    pause_s: float = 0.0
+    """How long decoding stood still at the last pull."""
 
     def info(self, alive: bool = True) -> InstanceInfo:
         return InstanceInfo(name=self.name, endpoint=self.endpoint, alive=alive)

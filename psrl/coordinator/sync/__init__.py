@@ -1,0 +1,1 @@
+"""When an instance pulls new weights: one file a strategy behind one protocol, all pure."""

@@ -1,0 +1,68 @@
+"""Pull when that is estimated to bring the fleet more tokens than it costs.
+
+The estimate, in tokens, for an instance at version V with the published version v:
+
+    gain = (started(v) - started(V)) x mean response length
+           - throughput x pause
+           - KV tokens
+
+- started(x): samples that the instance could start at once if it held version x, min(free places, what there is to start).
+  At V that is what waits for versions up to V, and the groups that may still be reserved at V: less and less as the window
+  of open buffers moves on, at last nothing. At v it is the same for v, less what the instances that hold or pull v already
+  will take. A free place that only new weights can fill is all that a pull can win, and a mean response is what fills it.
+- throughput x pause: what its samples would have made while decoding stands still for the switch, as long as last time.
+- KV tokens: prompts and partial responses that must be prefilled again. A prefilled token counts as much as a decoded one.
+  It takes far less time, so this bounds the cost from above: a pull with a positive gain pays.
+
+Cheapest first, and each that pulls leaves less to start for the next: of many idle instances no more pull than there is
+work for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psrl.coordinator.sync.moment import Moment
+from psrl.coordinator.sync.settings import SyncSettings
+from psrl.coordinator.sync.status_based import unhindered
+from psrl.coordinator.views import InstanceView
+
+
+class HypothesisTest:
+    """`threshold`: pull only if the gain is above this many tokens."""
+
+    whole_fleet = True
+
+    def __init__(self, settings: SyncSettings) -> None:
+        self.settings = settings
+
+    def choose(self, lagging: Sequence[InstanceView], moment: Moment) -> list[InstanceView]:
+        unclaimed = unclaimed_samples(moment)
+        chosen = []
+        for view in sorted(unhindered(self.settings, lagging, moment), key=lambda i: (cost_tokens(i), i.name)):
+            if gain_tokens(view, moment, unclaimed) > self.settings.threshold:
+                chosen.append(view)
+                unclaimed -= min(moment.free_slots(view), unclaimed)
+        return chosen
+
+
+def unclaimed_samples(moment: Moment) -> int:
+    """Samples to start at the published version that no instance which holds or pulls it has a place for."""
+    places = sum(moment.free_slots(i) for i in moment.instances if _will_serve(i, moment))
+    return max(0, moment.startable(moment.version) - places)
+
+
+def _will_serve(view: InstanceView, moment: Moment) -> bool:
+    return view.pulling == moment.version or (view.version, view.incarnation) == (moment.version, moment.incarnation)
+
+
+def gain_tokens(view: InstanceView, moment: Moment, unclaimed: int) -> float:
+    """The estimate above, `unclaimed` being what there is to start at the published version."""
+    places = moment.free_slots(view)
+    more = min(places, unclaimed) - min(places, moment.startable(view.version))
+    return more * moment.mean_response_tokens - cost_tokens(view)
+
+
+def cost_tokens(view: InstanceView) -> float:
+    """What a pull loses at this instance."""
+    return view.throughput * view.pause_s + view.stats.kv_tokens if view.in_flight else 0.0

@@ -1,0 +1,187 @@
+"""The instances' own affairs: what they report, when they pull new weights, when one hands its samples back.
+
+A look follows events: an instance is looked at when its load or its weights changed, everybody at the latest after
+`check_interval_s` or when a version is published. Pulls come first; migration sees only who is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+
+from psrl.coordinator.load import free_slots, observe
+from psrl.coordinator.membership import Membership
+from psrl.coordinator.migration import to_relieve
+from psrl.coordinator.sync.moment import Moment
+from psrl.coordinator.sync.strategy import idle_pulls, pulls, serves_nothing
+from psrl.coordinator.views import InstanceView
+from psrl.protocol import control as c
+
+log = logging.getLogger("psrl.coordinator")
+
+QUARANTINE_S = 2.0
+"""After a failed pull an instance is left alone this long before the next try."""
+
+
+class Upkeep(Membership):
+    """Handlers of what instances say, and the looks at sync and migration."""
+
+    # ---- what instances say ----------------------------------------------------------------------------------
+
+    def _instance_status(self, sender: str, status: c.InstanceStatus, now_s: float) -> None:
+        if view := self.placement.instances.get(sender):
+            observe(view, status.stats, status.at_s or now_s, now_s)
+            self.placement.changed.add(sender)
+
+    def _pull_started(self, sender: str, message: c.PullStarted, now_s: float) -> None:
+        if view := self.placement.instances.get(sender):
+            view.pulling = message.version
+            self.lagging.consider(view)
+
+    def _switching(self, sender: str, message: c.Switching, now_s: float) -> None:
+        if view := self.placement.instances.get(sender):
+            view.draining = True
+
+    def _pull_done(self, sender: str, done: c.PullDone, now_s: float) -> None:
+        if view := self.placement.instances.get(sender):
+            view.version, view.incarnation = done.version, done.incarnation
+            view.pause_s = done.pause_s
+            self.counters["pulls"] += 1
+            self._pull_ended(view)
+
+    def _pull_failed(self, sender: str, failed: c.PullFailed, now_s: float) -> None:
+        if view := self.placement.instances.get(sender):
+            log.warning(
+                "%s could not pull version %d: %s; next try in %g s",
+                sender,
+                failed.version,
+                failed.cause,
+                QUARANTINE_S,
+            )
+            self.counters["failed_pulls"] += 1
+            view.quarantined_until_s = now_s + QUARANTINE_S
+            self._pull_ended(view)
+
+    def _pull_ended(self, view: InstanceView) -> None:
+        view.pulling, view.draining = -1, False
+        self.lagging.consider(view)
+        self.placement.changed.add(view.name)
+
+    def _sample_moves(self, sender: str, moves: c.SampleMoves, now_s: float) -> None:
+        for group, instance, count in moves.left:
+            self.placement.leave(group, instance, count)
+            self.migrations.left(group, instance, count)
+
+    # ---- looks -----------------------------------------------------------------------------------------------
+
+    @property
+    def next_look_s(self) -> float:
+        """When `advance` is due at the latest, event or not."""
+        if not self.lagging and self.settings.migration is None:
+            return math.inf
+        return self._whole_look_s
+
+    @property
+    def _whole_look_s(self) -> float:
+        return self.looked_s + self.settings.sync.check_interval_s
+
+    def _look(self, now_s: float) -> None:
+        """Sync, then migration, for whom something may have changed."""
+        whole = now_s >= self._whole_look_s
+        if whole:
+            self.looked_s = now_s
+        self._sync(now_s, whole)
+        if whole:
+            self._migrate(now_s)
+
+    def _sync(self, now_s: float, whole: bool) -> None:
+        """Tell instances to pull. Only what the ledger knows as published is pulled, and only once it can be."""
+        version, incarnation = self.staleness.version, self.staleness.incarnation
+        if self.pullable_version < version:
+            return
+        whole = self.lagging.aim(version, incarnation, self.placement.instances.values()) or whole
+        looked_at = self.lagging.all() if whole else self.lagging.among(self.placement.changed)
+        if self.sync_strategy.whole_fleet and not whole:
+            looked_at = [i for i in looked_at if serves_nothing(i, incarnation)]
+        if looked_at:
+            for view in pulls(self.sync_strategy, looked_at, self._moment(now_s)):
+                self._order_pull(view)
+
+    def _pull_idle(self, now_s: float) -> None:
+        """Whoever is behind and got nothing to do pulls, whatever the strategy says: see `sync.strategy`."""
+        if self.lagging and self.pullable_version >= self.staleness.version:
+            for view in idle_pulls(self.lagging.all(), now_s):
+                self._order_pull(view)
+        self.placement.changed.clear()
+
+    def _order_pull(self, view: InstanceView) -> None:
+        partial = self.settings.partial_rollout
+        view.pulling = self.lagging.version
+        view.draining = not partial
+        self.lagging.consider(view)
+        order = c.Pull(version=self.lagging.version, incarnation=self.lagging.incarnation, abort_running=partial)
+        self._say(view.name, order)
+
+    def _migrate(self, now_s: float) -> None:
+        """Tell one far too busy instance to hand back its samples, if another one can take them."""
+        settings, migrations = self.settings.migration, self.migrations
+        if settings is None or migrations.under_way(self.placement.groups, now_s):
+            return
+        views = [
+            i for i in self.placement.instances.values() if self._serves_on(i) and migrations.believes(i, settings)
+        ]
+        migrations.note_relief(views, settings)
+        waiting = self._moment(now_s).waiting_for
+        found = to_relieve(
+            views,
+            settings,
+            may_give=lambda i: migrations.may_give(i, now_s),
+            may_take=lambda i: self._free_slots(i) > 0 and not waiting(i.version),
+            newest_group=self.placement.newest_versions,
+        )
+        if found is not None:
+            busy, least = found
+            log.info(
+                "%s has %d samples, %s %d: the first hands back", busy.name, busy.in_flight, least.name, least.in_flight
+            )
+            self.counters["migrations"] += 1
+            migrations.begin(busy.name, self.placement.samples_at(busy.name), now_s)
+            self._say(busy.name, c.HandBack())
+
+    # ---- facts -----------------------------------------------------------------------------------------------
+
+    def _serves_on(self, view: InstanceView) -> bool:
+        """It serves these weights' incarnation and will do so for a while: it neither leaves nor pulls."""
+        return (
+            not view.leaving
+            and not view.draining
+            and view.pulling < 0
+            and view.version >= 0
+            and view.incarnation == self.staleness.incarnation
+        )
+
+    def _free_slots(self, view: InstanceView) -> int:
+        return free_slots(view, self.settings.max_concurrent, self.settings.reject_on_waiting)
+
+    def _moment(self, now_s: float) -> Moment:
+        staleness = self.staleness
+        return Moment(
+            version=staleness.version,
+            incarnation=staleness.incarnation,
+            now_s=now_s,
+            instances=self.placement.instances.values(),
+            waiting=self._waiting_versions(),
+            room=staleness.room,
+            samples_per_group=self.settings.samples_per_group,
+            more_groups=self.draining is None and bool(self.placement.agents) and self.prompts.peek() is not None,
+            next_ready=staleness.ready(staleness.lo),
+            limit=self.settings.max_concurrent,
+            reject_on_waiting=self.settings.reject_on_waiting,
+            mean_response_tokens=self.finished_tokens / self.finished_samples if self.finished_samples else 0.0,
+        )
+
+    def _waiting_versions(self) -> Counter[int]:
+        """Requests that wait for an instance, by the version of their group."""
+        groups = self.placement.groups
+        return Counter(groups[group].version for _, group, _ in self.waiting_routes if group in groups)
