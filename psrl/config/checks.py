@@ -9,6 +9,7 @@ from typing import Any
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.schema import Config
+from psrl.config.sync_checks import check_sync, sync_warnings
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "psrl.ps_mode": ("auto", "nixl", "filesystem"),
@@ -18,7 +19,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "random",
         "throughput_optimal",
     ),
-    "psrl.rollout_coordination.sync_and_mig_strategy.method": ("greedy",),
     "psrl.deployment.rollout_nnodes_per_instance": (1,),
     "model.dtype": ("float32", "bfloat16"),
     "gen_actor_rollout_ref.rollout.name": ("torch", "vllm"),
@@ -108,6 +108,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     values = flatten(_as_dict(config))
     _check_values(values)
     _check_combinations(config)
+    check_sync(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."
         for (key, value), instead in NOT_IN_THIS_VERSION.items()
@@ -115,7 +116,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     ]
     if lacking and not only_planned:
         raise ConfigError(lacking[0])
-    return [*lacking, *_warnings(config)]
+    return [*lacking, *_warnings(config), *sync_warnings(config)]
 
 
 def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:

@@ -12,6 +12,7 @@ import resource
 import time
 
 from psrl.config.schema import Config
+from psrl.configured_sync import migration_settings, sync_settings
 from psrl.coordinator.core import Coordinator, Settings
 from psrl.coordinator.ledger import Ledger
 from psrl.coordinator.prompts import PromptSource, steps_in_data
@@ -91,7 +92,7 @@ class Service:
         next_tick = time.monotonic()
         while self.core.ended is None:
             now = time.monotonic()
-            self._receive(max(0.0, next_tick - now))
+            self._receive(max(0.0, min(next_tick, self.core.next_look_s) - now))
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + tick_s
@@ -210,6 +211,8 @@ def settings(role: Role) -> Settings:
         drain_grace_s=p.fault_tolerance.drain_grace_s,
         goes_on=not role.local,
         attempt=role.attempt,
+        sync=sync_settings(config),
+        migration=migration_settings(config),
     )
 
 

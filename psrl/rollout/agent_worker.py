@@ -270,7 +270,7 @@ class AgentLoop:
 
     def _chunks(self, instance: str, message: TokenChunks) -> None:
         left: Counter[int] = Counter()
-        routes: list[tuple[int, int]] = []
+        routes: dict[str, list[tuple[int, int]]] = defaultdict(list)
         refused: list[int] = []
         for chunk in message.chunks:
             held = self.held.get(chunk.group)
@@ -280,15 +280,15 @@ class AgentLoop:
             if has_left:
                 left[chunk.group] += 1
                 if route:
-                    routes.append((chunk.group, chunk.sample))
+                    routes[chunk.finish].append((chunk.group, chunk.sample))
                     if chunk.finish == FINISH_REFUSED:
                         refused.append(len(held.work.samples[chunk.sample].token_ids))
                 elif held.work.unfinished == 0:
                     self._spawn(self._score(held.work))
         if left:
             self.link.send(c.SampleMoves(left=[(group, instance, count) for group, count in left.items()]))
-        if routes:
-            self.link.send(c.RouteRequest(samples=routes))
+        for reason, samples in routes.items():
+            self.link.send(c.RouteRequest(samples=samples, reason=reason))
         if refused:
             log.info(
                 "%s refused %d samples: they go on elsewhere with their %d tokens", instance, len(refused), sum(refused)

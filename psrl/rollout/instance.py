@@ -18,7 +18,15 @@ from psrl.net.link import CoordinatorGoneError, CoordinatorLink
 from psrl.net.server import Server
 from psrl.net.waiting import wait
 from psrl.protocol import control as c
-from psrl.protocol.generation import FINISH_REFUSED, AbortRequest, EngineStats, GenerateRequest, TokenChunk, TokenChunks
+from psrl.protocol.generation import (
+    FINISH_MIGRATED,
+    FINISH_REFUSED,
+    AbortRequest,
+    EngineStats,
+    GenerateRequest,
+    TokenChunk,
+    TokenChunks,
+)
 from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
@@ -34,6 +42,10 @@ log = logging.getLogger("psrl.instance")
 
 STREAM_INTERVAL_S = 0.05
 """Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
+KV_STEP = 0.01
+"""A change of KV usage that is worth a report."""
+RATE_REPORTS = 5
+"""While nothing but tokens changes, a report comes every so many intervals: a throughput is measured between them."""
 PULL_POLL_S = 0.002
 """While idle, how soon weights that have arrived are seen."""
 RETIRE_GRACE_S = 3.0
@@ -66,6 +78,9 @@ class Instance:
         self.outstanding: dict[int, int] = defaultdict(int)
         self.pending: dict[bytes, list[TokenChunk]] = defaultdict(list)
         self.next_stream = 0.0
+        status = role.config.psrl.status_collection
+        self.status_interval_s = status.engine_sync_interval_in_ms / 1000 if status.enable else 0.0
+        """Least time between two reports; 0: none are made."""
         self.next_status = 0.0
         self.reported = EngineStats()
         self.retire_by: float | None = None
@@ -88,7 +103,7 @@ class Instance:
         self.timeline.set_offset(self.link.clock_offset_s)
         while not self.over:
             if not self.engine.has_work():
-                wait([self.server, self.link], PULL_POLL_S if self.pull.busy else 1.0)
+                wait([self.server, self.link], PULL_POLL_S if self.pull.busy else self._quiet_s())
             self._hear_coordinator()
             self._hear_agents()
             self._follow_pull()
@@ -115,6 +130,8 @@ class Instance:
             match message:
                 case c.Pull():
                     self.order = message
+                case c.HandBack():
+                    self._hand_back(FINISH_MIGRATED)
                 case c.Retire():
                     self._retire(message.reason)
                 case c.Dismissed():
@@ -132,11 +149,16 @@ class Instance:
         comes when the agent loops have said that nothing is here any more."""
         if self.retire_by is None:
             self.retire_by = time.monotonic() + RETIRE_GRACE_S
-            returned = self.engine.abort()
-            for chunk in returned:
-                chunk.finish = FINISH_REFUSED
-            self._keep(returned)
-            log.info("retiring (%s): %d samples are handed back", reason, len(returned))
+            returned = self._hand_back(FINISH_REFUSED)
+            log.info("retiring (%s): %d samples are handed back", reason, returned)
+
+    def _hand_back(self, finish: str) -> int:
+        """Return every sample with the tokens that it has; how many."""
+        returned = self.engine.abort()
+        for chunk in returned:
+            chunk.finish = finish
+        self._keep(returned)
+        return len(returned)
 
     def _hear_agents(self) -> None:
         for peer, message in self.server.poll(0.0):
@@ -209,6 +231,7 @@ class Instance:
 
     def _switch(self, staged: StagedWeights, order: c.Pull) -> None:
         begun = time.monotonic()
+        self.link.send(c.Switching(version=staged.version))
         self._keep(self.engine.abort())
         self.engine.update_weights(staged.version, staged.tensors())
         end = time.monotonic()
@@ -253,17 +276,29 @@ class Instance:
             self.server.send(peer, TokenChunks(join_chunks(chunks)))
         self.pending.clear()
 
+    def _quiet_s(self) -> float:
+        """How long an idle instance may sleep: until a change that could not be reported at once is due."""
+        left = self.next_status - time.monotonic()
+        return left if 0.0 < left < 1.0 and self._moved(self.engine.stats(), 0.0) else 1.0
+
+    def _moved(self, stats: EngineStats, since_s: float) -> bool:
+        """Whether the coordinator should hear of these figures; the last ones went out `since_s` ago."""
+        last = self.reported
+        return (
+            (stats.running, stats.waiting, stats.preemptions) != (last.running, last.waiting, last.preemptions)
+            or abs(stats.kv_usage - last.kv_usage) >= KV_STEP
+            or (stats.generated_tokens != last.generated_tokens and since_s >= RATE_REPORTS * self.status_interval_s)
+        )
+
     def _report(self) -> None:
         clock = time.monotonic()
-        if clock < self.next_status or not self.role.config.psrl.status_collection.enable:
+        if clock < self.next_status or not self.status_interval_s:
             return
         stats = self.engine.stats()
-        gauges = (stats.running, stats.waiting, stats.preemptions)
-        if gauges != (self.reported.running, self.reported.waiting, self.reported.preemptions) and self.link.send(
-            c.InstanceStatus(stats=stats)
-        ):
+        since_s = clock - self.next_status + self.status_interval_s
+        if self._moved(stats, since_s) and self.link.send(c.InstanceStatus(stats=stats, at_s=clock)):
             self.reported = stats
-            self.next_status = clock + self.role.config.psrl.status_collection.engine_sync_interval_in_ms / 1000
+            self.next_status = clock + self.status_interval_s
 
 
 def main() -> int:

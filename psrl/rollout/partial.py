@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from psrl.protocol.generation import FINISH_ABORT, FINISH_LENGTH, FINISH_REFUSED, FINISH_STOP, SampleRequest, TokenChunk
+from psrl.protocol.generation import FINISH_LENGTH, FINISH_STOP, HANDED_BACK, SampleRequest, TokenChunk
 from psrl.protocol.samples import VersionSpan
 
 
@@ -60,7 +60,7 @@ class PartialSample:
             self.finish = chunk.finish
             self.instance = ""
             return True
-        if chunk.finish in (FINISH_ABORT, FINISH_REFUSED):
+        if chunk.finish in HANDED_BACK:
             self.finish = FINISH_LENGTH if len(self.token_ids) >= self.max_response else ""
             self.instance = ""
             return True
