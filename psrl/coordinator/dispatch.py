@@ -6,6 +6,10 @@ from psrl.coordinator.membership import Membership
 from psrl.coordinator.routing import eligible
 from psrl.coordinator.views import InstanceView
 from psrl.protocol import control as c
+from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED
+
+COUNTED = {FINISH_ABORT: "interrupted_samples", FINISH_MIGRATED: "migrated_samples"}
+"""Samples that come back unfinished, by what brought them back: a pull of new weights, a migration."""
 
 
 class Dispatch(Membership):
@@ -27,7 +31,9 @@ class Dispatch(Membership):
         n = self.settings.samples_per_group
         while (agent := self.placement.least_busy_agent()) and (position := self.prompts.peek()) is not None:
             candidates = self._candidates(n, 0)
-            admissible = {v for v in {i.version for i in candidates} if self.staleness.can_reserve(v)}
+            admissible = {
+                v for v in {i.version for i in candidates} if self.staleness.can_reserve(v, position.protected)
+            }
             candidates = [i for i in candidates if i.version in admissible]
             if not candidates:
                 break
@@ -38,6 +44,7 @@ class Dispatch(Membership):
                 prompt=position.prompt,
                 instance=instance.name,
                 attempt=position.attempt,
+                protected=position.protected,
             )
             if reserve is None:
                 break
@@ -58,6 +65,8 @@ class Dispatch(Membership):
             self._say(name, c.Assign(groups=groups))
 
     def _route_request(self, sender: str, request: c.RouteRequest, now_s: float) -> None:
+        if counter := COUNTED.get(request.reason):
+            self.counters[counter] += len(request.samples)
         self.waiting_routes.extend((sender, group, sample) for group, sample in request.samples)
 
     def _route_waiting(self) -> None:
