@@ -10,7 +10,16 @@ from collections import deque
 
 import numpy as np
 
-from psrl.coordinator.records import FAILURE_REASONS, REQUEUED, AnyRecord, Occupy, Position, Release, Reserve
+from psrl.coordinator.records import (
+    FAILURE_REASONS,
+    REQUEUED,
+    YIELDING_REASONS,
+    AnyRecord,
+    Occupy,
+    Position,
+    Release,
+    Reserve,
+)
 
 
 def order(seed: int, data_epoch: int, num_prompts: int) -> np.ndarray:
@@ -49,7 +58,7 @@ class PromptSource:
 
     >>> source = PromptSource(num_prompts=3, seed=0, shuffle=False, total_epochs=1)
     >>> source.peek()
-    Position(data_epoch=0, prompt=0, attempt=0)
+    Position(data_epoch=0, prompt=0, attempt=0, protected=False)
     """
 
     __slots__ = (
@@ -119,7 +128,7 @@ class PromptSource:
             self._give_back(record)  # type: ignore[arg-type]
 
     def _hand_out(self, record: Reserve) -> None:
-        position = Position(record.data_epoch, record.prompt, record.attempt)
+        position = record.position
         expected = self.peek()
         if position != expected:
             raise ValueError(
@@ -142,7 +151,8 @@ class PromptSource:
         position = self._open.pop(record.group, None)
         if position is not None and record.outcome == REQUEUED:
             failed = record.reason in FAILURE_REASONS
-            self._returned.append(position._replace(attempt=position.attempt + failed))
+            protected = position.protected or record.reason in YIELDING_REASONS
+            self._returned.append(position._replace(attempt=position.attempt + failed, protected=protected))
 
     def snapshot(self) -> dict[str, object]:
         """The whole state in plain values, for comparison."""

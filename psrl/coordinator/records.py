@@ -19,17 +19,24 @@ REASON_REDUNDANT = "redundant"  # enough others finished first
 REASON_RESTART = "restart"  # the processes that worked on it are gone
 REASON_END_OF_DATA = "end_of_data"  # finished, but the data fills no further whole buffer
 REASON_FILTERED = "filtered"  # finished, but its rewards carry no signal
+REASON_STRAGGLER = "straggler"  # it held up the trainer's buffer and is made again
 
 FAILURE_REASONS = frozenset({"error", "timeout", "invalid_rewards"})
 """Reasons that count as a try of the prompt; being aborted for any other reason uses up no retry."""
+YIELDING_REASONS = frozenset({REASON_REDUNDANT, REASON_STRAGGLER})
+"""Reasons for which a group gives way to others; the prompt is protected from both when it comes again."""
 
 
 class Position(NamedTuple):
-    """A prompt's place in the data: (`data_epoch`, `prompt`) is unique in a run; `attempt` counts its failed tries."""
+    """A prompt's place in the data: (`data_epoch`, `prompt`) is unique in a run; `attempt` counts its failed tries.
+
+    `protected`: it gave way to others before, and does not do so again, or prompts with long responses would starve.
+    """
 
     data_epoch: int
     prompt: int
     attempt: int = 0
+    protected: bool = False
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -62,6 +69,12 @@ class Reserve(Record, frozen=True, tag="rsv"):
     version: int
     instance: str
     attempt: int
+    protected: bool = False
+
+    @property
+    def position(self) -> Position:
+        """The prompt behind the group."""
+        return Position(self.data_epoch, self.prompt, self.attempt, self.protected)
 
 
 class Occupy(Record, frozen=True, tag="occ"):

@@ -17,8 +17,9 @@ False
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from psrl.coordinator.entry import Entry, StalenessViolation
 from psrl.coordinator.records import (
     DROPPED,
     REASON_END_OF_DATA,
@@ -34,7 +35,8 @@ from psrl.coordinator.records import (
     Start,
     Take,
 )
-from psrl.coordinator.staleness_state import Entry, StalenessState, StalenessViolation
+from psrl.coordinator.redundancy import all_served, free_places, reachable
+from psrl.coordinator.staleness_state import StalenessState
 from psrl.coordinator.window import fits, slack, surplus
 from psrl.protocol.samples import SampleRef
 
@@ -46,6 +48,11 @@ class Staleness(StalenessState):
 
     # ---- groups ----------------------------------------------------------------------------------------------
 
+    @property
+    def redundant(self) -> bool:
+        """More groups may be in flight than train."""
+        return self.redundant_entries > self.buffer_entries
+
     def room(self, version: int | None = None) -> int:
         """How many further groups may be reserved at an instance that holds `version` (None: the newest)."""
         at = self.version if version is None else version
@@ -53,9 +60,11 @@ class Staleness(StalenessState):
         first = min(at + self.staleness - self.lo, len(room) - 1)
         if not 0 <= at <= self.version or first < 0:
             return 0
+        if self.redundant and not reachable(*self.protected_window(len(room)))[first]:
+            return 0
         return max(0, min(slack(room, due)[first:]))
 
-    def can_reserve(self, version: int) -> bool:
+    def can_reserve(self, version: int, protected: bool = False) -> bool:
         """Whether one more group, made from weights `version`, can be promised a place with all the others."""
         if not 0 <= version <= self.version:
             return False
@@ -64,13 +73,27 @@ class Staleness(StalenessState):
         if deadline < 0:
             return False
         due[deadline] += 1
-        return fits(room, due)
+        if not self.redundant or not fits(room, due):
+            return fits(room, due)
+        places, own = self.protected_window(len(room))
+        own[deadline] += protected
+        return all_served(places, due, own)
 
-    def reserve(self, *, version: int, data_epoch: int, prompt: int, instance: str, attempt: int = 0) -> Reserve | None:
-        """Promise a place to a new group of this prompt, made from weights `version`; None: not now (back-pressure)."""
-        if not self.can_reserve(version):
+    def reserve(
+        self,
+        *,
+        version: int,
+        data_epoch: int,
+        prompt: int,
+        instance: str,
+        attempt: int = 0,
+        protected: bool = False,
+    ) -> Reserve | None:
+        """Promise a place to a new group of this prompt, made from weights `version`; None: not now (back-pressure).
+        `protected`: one that will not be taken back for another group that finishes first."""
+        if not self.can_reserve(version, protected):
             return None
-        return Reserve(self.next_group, data_epoch, prompt, version, instance, attempt)
+        return Reserve(self.next_group, data_epoch, prompt, version, instance, attempt, protected)
 
     def release(self, group: int, reason: str, *, requeue: bool, detail: str = "") -> Release:
         """Give up a group in flight. Also one that is sealed but not taken, if its sample cannot be read: its prompt
@@ -81,7 +104,7 @@ class Staleness(StalenessState):
 
     def occupy(self, group: int, ref: SampleRef, reward_mean: float, response_tokens: int) -> list[Release | Occupy]:
         """Place a finished group in the earliest buffer that leaves every other reservation a place. With redundancy it
-        goes into the earliest buffer that is not full, and reservations left without a place are released first.
+        is enough that those which are protected keep one; others that are left without are released first.
 
         Empty: the group is not in flight, placed already (a repeated message) or released.
         """
@@ -92,33 +115,56 @@ class Staleness(StalenessState):
         deadline = min(reservation.version + self.staleness - self.lo, len(room) - 1)
         if deadline >= 0:
             due[deadline] -= 1
-        redundant = self.redundant_entries > self.buffer_entries
-        for i in range(deadline + 1):
-            if not room[i]:
-                continue
-            buffer = self.lo + i
-            before, room[i] = room[i], self._room_with(buffer, self.filled(buffer) + 1)
-            if redundant or fits(room, due):
-                gone = self._without_place(room, due, group) if redundant else []
-                aborted = [Release(g, REASON_REDUNDANT, REQUEUED) for g in gone]
-                return [*aborted, Occupy(group, buffer, ref, reward_mean, response_tokens)]
-            room[i] = before
-        raise StalenessViolation(f"group {group} of version {reservation.version} has no place: {self.describe()}")
+        gone: list[int] = []
+        if self.redundant and deadline >= 0:
+            places, own = self.protected_window(len(room))
+            own[deadline] -= reservation.protected
+            i = next((i for i, free in enumerate(free_places(places, own)[: deadline + 1]) if free), -1)
+            if i >= 0:
+                places[i] -= 1
+                room[i] = self._room_with(self.lo + i, self.filled(self.lo + i) + 1)
+                gone = self._without_place(room, due, places, own, group)
+        else:
+            i = self._earliest(room, due, deadline)
+        if i < 0:
+            raise StalenessViolation(f"group {group} of version {reservation.version} has no place: {self.describe()}")
+        aborted = [Release(g, REASON_REDUNDANT, REQUEUED) for g in gone]
+        return [*aborted, Occupy(group, self.lo + i, ref, reward_mean, response_tokens)]
 
-    def _without_place(self, room: list[int], due: list[int], occupying: int) -> list[int]:
-        """Open reservations that no longer fit, as few as possible, the youngest first: least is lost with them."""
-        gone = surplus(room, due)
-        if not any(gone):
+    def _earliest(self, room: list[int], due: Sequence[int], deadline: int) -> int:
+        """The first buffer of the window, up to `deadline`, whose place can be spared; -1 if there is none."""
+        for i in range(deadline + 1):
+            if room[i]:
+                before, room[i] = room[i], self._room_with(self.lo + i, self.filled(self.lo + i) + 1)
+                if fits(room, due):
+                    return i
+                room[i] = before
+        return -1
+
+    def _without_place(
+        self, room: list[int], due: list[int], places: list[int], own: list[int], occupying: int
+    ) -> list[int]:
+        """Open reservations that must give way, as few as possible, the youngest first (least is lost with them), the
+        protected ones never."""
+        if fits(room, due) and all_served(places, due, own):
             return []
-        aborted: list[int] = []
-        youngest_first = [r for r in reversed(self._open.values()) if r.group != occupying]
-        for i, count in enumerate(gone):
-            # The last element holds the deadlines past the last step too.
-            limit = self.lo + i if i < len(gone) - 1 else self.version + self.staleness
-            chosen = [r.group for r in youngest_first if r.version + self.staleness <= limit][:count]
-            aborted += chosen
-            youngest_first = [r for r in youngest_first if r.group not in chosen]
-        return aborted
+        reach, last = reachable(places, own), len(room) - 1
+        gone: list[int] = []
+        others: list[tuple[int, int]] = []
+        for r in reversed(self._open.values()):
+            deadline = min(r.version + self.staleness - self.lo, last)
+            if r.group == occupying or r.protected:
+                continue
+            if reach[deadline]:
+                others.append((deadline, r.group))
+            else:
+                gone.append(r.group)
+                due[deadline] -= 1
+        for i, count in enumerate(surplus(room, due)):
+            chosen = [g for deadline, g in others if deadline <= i][:count]
+            gone += chosen
+            others = [(deadline, g) for deadline, g in others if g not in chosen]
+        return gone
 
     # ---- training --------------------------------------------------------------------------------------------
 

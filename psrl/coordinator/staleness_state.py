@@ -7,11 +7,10 @@ while it is made (not tied to one buffer), OCCUPIED once finished and placed, TA
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Self
 
-import msgspec
-
+from psrl.coordinator.entry import Entry, StalenessViolation
 from psrl.coordinator.records import (
     DROPPED,
     AnyRecord,
@@ -26,23 +25,6 @@ from psrl.coordinator.records import (
     Start,
     Take,
 )
-from psrl.protocol.samples import SampleRef
-
-
-class StalenessViolation(RuntimeError):  # noqa: N818 - names what happened, not a class of bad input
-    """An invariant does not hold: a bug, or records that no coordinator wrote in this order. Never go on after it."""
-
-
-class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A finished group in its buffer. `version` is its V, the one that the bound is about."""
-
-    group: int
-    data_epoch: int
-    prompt: int
-    version: int
-    ref: SampleRef
-    reward_mean: float
-    response_tokens: int
 
 
 class StalenessState:
@@ -57,6 +39,7 @@ class StalenessState:
         "_due",
         "_entries",
         "_open",
+        "_protected",
         "_short",
         "buffer_entries",
         "final",
@@ -114,6 +97,7 @@ class StalenessState:
         self._checkpoints = [0]
         self._open: dict[int, Reserve] = {}
         self._due: dict[int, int] = {}  # open reservations by deadline, the last buffer each may land in
+        self._protected: Counter[int] = Counter()  # those of them that may not be aborted as redundant
         self._entries: dict[int, list[Entry]] = {}
         self._short: ShortBuffer | None = None
 
@@ -148,10 +132,16 @@ class StalenessState:
         if last is not None and last < top:
             top = last
         room = [self._room_with(b, self.filled(b)) for b in range(self.lo, top + 1)]
-        due = [self._due.get(b, 0) for b in range(self.lo, top)]
-        if room:
-            due.append(len(self._open) - sum(due))
-        return room, due
+        return room, self._by_deadline(self._due, len(room))
+
+    def protected_window(self, length: int) -> tuple[list[int], list[int]]:
+        """Of the same buffers: places that train and are free, and the protected reservations by deadline."""
+        places = [self.capacity(b) - self.filled(b) for b in range(self.lo, self.lo + length)]
+        return places, self._by_deadline(self._protected, length)
+
+    def _by_deadline(self, counts: Mapping[int, int], length: int) -> list[int]:
+        due = [counts.get(b, 0) for b in range(self.lo, self.lo + length - 1)]
+        return [*due, sum(counts.values()) - sum(due)] if length else due
 
     # ---- the only mutator ------------------------------------------------------------------------------------
 
@@ -166,10 +156,15 @@ class StalenessState:
         self.next_group += 1
         self._open[record.group] = record
         self._due[deadline] = self._due.get(deadline, 0) + 1
+        if record.protected:
+            self._protected[deadline] += 1
 
     def _close(self, group: int) -> None:
-        deadline = self._open.pop(group).version + self.staleness
+        reservation = self._open.pop(group)
+        deadline = reservation.version + self.staleness
         self._due[deadline] -= 1
+        if reservation.protected:
+            self._protected[deadline] -= 1
         if not self._due[deadline]:
             del self._due[deadline]
 
@@ -266,7 +261,7 @@ class StalenessState:
         self.taken = 0
         for buffer, entries in self._entries.items():
             if buffer >= start:
-                entries[:] = [_lowered(entry, max(start, buffer - self.staleness)) for entry in entries]
+                entries[:] = [entry.lowered(max(start, buffer - self.staleness)) for entry in entries]
         self._checkpoints = [version for version in self._checkpoints if version < start]
         self._note_checkpoint(start)
 
@@ -279,7 +274,7 @@ class StalenessState:
         for i in range(0, len(packed), self.buffer_entries):
             buffer = self.lo + i // self.buffer_entries
             # Moving to an earlier buffer never breaks the bound, and no group is newer than the weights it trains.
-            self._entries[buffer] = [_lowered(entry, buffer) for entry in packed[i : i + self.buffer_entries]]
+            self._entries[buffer] = [entry.lowered(buffer) for entry in packed[i : i + self.buffer_entries]]
         self._short = record
         if self.lo == self.version and self.taken and self.taken >= self.capacity(self.version):
             self.lo = self.version + 1
@@ -385,6 +380,7 @@ class StalenessState:
         twin._checkpoints = list(self._checkpoints)
         twin._open = dict(self._open)
         twin._due = dict(self._due)
+        twin._protected = Counter(self._protected)
         twin._entries = {buffer: list(entries) for buffer, entries in self._entries.items()}
         return twin
 
@@ -394,7 +390,3 @@ class StalenessState:
         state: dict[str, object] = {name: getattr(twin, name) for name in StalenessState.__slots__}
         state["_entries"] = {buffer: entries for buffer, entries in sorted(twin._entries.items()) if entries}
         return state
-
-
-def _lowered(entry: Entry, version: int) -> Entry:
-    return entry if entry.version <= version else msgspec.structs.replace(entry, version=version)

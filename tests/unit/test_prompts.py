@@ -15,7 +15,7 @@ REF = SampleRef("s", 0, 1, 0, [1])
 def hand_out(source: PromptSource, group: int) -> Reserve:
     position = source.peek()
     assert position is not None
-    record = Reserve(group, position.data_epoch, position.prompt, 0, "i", position.attempt)
+    record = Reserve(group, position.data_epoch, position.prompt, 0, "i", position.attempt, position.protected)
     source.apply(record)
     return record
 
@@ -52,12 +52,23 @@ def test_a_prompt_that_came_back_is_next_once() -> None:
     assert source.exhausted
 
 
-@pytest.mark.parametrize(("reason", "attempt"), [("error", 1), ("timeout", 1), ("redundant", 0), ("restart", 0)])
-def test_only_failures_count_as_attempts(reason: str, attempt: int) -> None:
+@pytest.mark.parametrize(
+    ("reason", "attempt", "protected"),
+    [
+        ("error", 1, False),
+        ("timeout", 1, False),
+        ("redundant", 0, True),
+        ("straggler", 0, True),
+        ("restart", 0, False),
+    ],
+)
+def test_only_failures_count_as_attempts_and_who_gave_way_is_protected(
+    reason: str, attempt: int, protected: bool
+) -> None:
     source = PromptSource(num_prompts=2, seed=0, shuffle=False)
     hand_out(source, 0)
     source.apply(Release(0, reason, "requeued"))
-    assert source.peek() == Position(0, 0, attempt)
+    assert source.peek() == Position(0, 0, attempt, protected)
 
 
 @pytest.mark.parametrize(

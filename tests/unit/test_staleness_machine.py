@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psrl.audit import audit
 from psrl.coordinator.prompts import PromptSource
-from psrl.coordinator.records import AnyRecord, Occupy
+from psrl.coordinator.records import AnyRecord, Occupy, Release, Reserve
 from psrl.coordinator.staleness import Staleness
 from psrl.protocol.samples import SampleRef
 
@@ -92,6 +92,20 @@ class Run(RuleBasedStateMachine):
     def deadlines(self) -> list[int]:
         return [r.version + self.state.staleness for r in self.state.open_groups()]
 
+    def training_places(self) -> list[int]:
+        """Those of `places` that train: with redundancy fewer than may be promised."""
+        extra = self.state.redundant_entries - self.state.buffer_entries
+        free = Counter(self.places())
+        return [b for b, count in free.items() for _ in range(count - extra)]
+
+    def protected(self) -> list[int]:
+        return [r.version + self.state.staleness for r in self.state.open_groups() if r.protected]
+
+    def all_served(self, protected: list[int], others: list[int]) -> bool:
+        """All protected ones have a place that trains, and each other one, taken alone, has one beside them."""
+        places = self.training_places()
+        return matching_exists(places, protected) and all(matching_exists(places, [*protected, d]) for d in others)
+
     # ---- what instances and agent loops do ----
 
     @rule(i=st.integers(0, 1))
@@ -104,16 +118,21 @@ class Run(RuleBasedStateMachine):
             position, version = self.prompts.peek(), self.instances[i]
             if position is None:
                 return
-            fits = version + self.state.staleness >= self.state.lo and matching_exists(
-                self.places(), [*self.deadlines(), version + self.state.staleness]
-            )
+            deadline = version + self.state.staleness
+            fits = deadline >= self.state.lo and matching_exists(self.places(), [*self.deadlines(), deadline])
+            if fits and self.state.redundant:
+                own = self.protected()
+                others = [r.version + self.state.staleness for r in self.state.open_groups() if not r.protected]
+                (own if position.protected else others).append(deadline)
+                fits = self.all_served(own, others)
             room = self.state.room(version)
             record = self.state.reserve(version=version, instance=f"i{i}", **position._asdict())
-            assert (record is not None) == fits == (room > 0)
+            assert (record is not None) == fits
+            assert position.protected or fits == (room > 0)
             if record is None:
                 return
             self.commit([record])
-            assert self.state.room(version) == room - 1
+            assert position.protected or self.state.room(version) == room - 1
 
     @precondition(lambda self: self.state.num_open)
     @rule(data=st.data())
@@ -130,6 +149,8 @@ class Run(RuleBasedStateMachine):
                 without = self.places()
                 without.remove(b)
                 assert not matching_exists(without, others), f"buffer {b} would have done"
+        for record in records[:-1]:
+            assert isinstance(record, Release) and record.reason == "redundant"
         self.commit(records)
 
     @precondition(lambda self: self.state.num_open)
@@ -186,6 +207,16 @@ class Run(RuleBasedStateMachine):
         last = self.state.last_buffer
         deadlines = self.deadlines() if last is None else [min(last, d) for d in self.deadlines()]
         assert matching_exists(self.places(), deadlines)
+        if self.state.redundant:
+            flags = [r.protected for r in self.state.open_groups()]
+            own = [d for d, protected in zip(deadlines, flags, strict=True) if protected]
+            assert self.all_served(own, [d for d, protected in zip(deadlines, flags, strict=True) if not protected])
+
+    @invariant()
+    def no_prompt_gives_way_twice(self) -> None:
+        prompts = {r.group: (r.data_epoch, r.prompt) for r in self.journal if isinstance(r, Reserve)}
+        gave_way = Counter(prompts[r.group] for r in self.journal if isinstance(r, Release) and r.reason == "redundant")
+        assert not gave_way or max(gave_way.values()) == 1
 
     @invariant()
     def buffers_are_within_bounds(self) -> None:

@@ -33,6 +33,8 @@ class World:
     state: Staleness
     instances: tuple[int, ...]
     prompts: int | None
+    protects: bool = False
+    """Prompts that gave way before come too, at any time."""
 
     def key(self) -> tuple:
         s = self.state
@@ -46,7 +48,7 @@ class World:
             if s.filled(b)
         )
         # Which reservation redundancy aborts depends on their order, nothing else does.
-        in_flight = [r.version for r in s.open_groups()]
+        in_flight = [(r.version, r.protected) for r in s.open_groups()]
         ordered = in_flight if s.redundant_entries > s.buffer_entries else sorted(in_flight)
         resume = (s.final, *(s._checkpoints if s.keep_checkpoints > 1 else ()))
         ended = s._short
@@ -88,6 +90,8 @@ def check_transition(before: Staleness, record: AnyRecord, after: Staleness) -> 
         open_before.remove(record.group)
     elif isinstance(record, Release):
         if record.group in open_before:
+            given_way = {r.group for r in before.open_groups() if not r.protected}
+            assert record.reason != "redundant" or record.group in given_way
             open_before.remove(record.group)
         else:  # only at the end of the data with drop_last: from the very end
             last = max(old)
@@ -125,7 +129,7 @@ def follow(world: World, records: list[AnyRecord], instances: tuple[int, ...] | 
         check_transition(before, record, state)
         if prompts is not None:
             prompts += {Reserve: -1, Release: getattr(record, "outcome", "") == "requeued"}.get(type(record), 0)
-    return World(state, world.instances if instances is None else instances, prompts)
+    return replace(world, state=state, instances=world.instances if instances is None else instances, prompts=prompts)
 
 
 def group_choices(state: Staleness) -> list[int]:
@@ -141,8 +145,10 @@ def ways_on(world: World, drop_last: bool) -> list[World]:
     for i, version in enumerate(world.instances):
         if version != s.version:
             out.append(replace(world, instances=(*world.instances[:i], s.version, *world.instances[i + 1 :])))
-        if world.prompts != 0 and (record := s.reserve(version=version, data_epoch=0, prompt=0, instance="i")):
-            out.append(follow(world, [record]))
+        for protected in (False, True) if world.protects else (False,):
+            of_prompt = {"data_epoch": 0, "prompt": 0, "instance": "i", "protected": protected}
+            if world.prompts != 0 and (record := s.reserve(version=version, **of_prompt)):
+                out.append(follow(world, [record]))
     out += [follow(world, s.occupy(group, REF, 0.0, 1)) for group in group_choices(s)]
     out += [follow(world, [record]) for count in (None, 1) if (record := s.take(s.version, count))]
     if s.is_taken(s.version):
@@ -224,6 +230,23 @@ def test_every_interleaving(
         keep_checkpoints=keep_checkpoints,
     )
     assert walk(world) > 100
+
+
+@pytest.mark.parametrize(
+    ("buffer_entries", "redundant_entries", "staleness", "total_steps"),
+    [(1, 2, 0, 3), (1, 2, 1, 4), (2, 4, 0, 3), (1, 3, 2, 2), (2, 3, 1, 3)],
+)
+def test_every_interleaving_with_prompts_that_gave_way_before(
+    buffer_entries: int, redundant_entries: int, staleness: int, total_steps: int
+) -> None:
+    world = begin(
+        Staleness,
+        buffer_entries=buffer_entries,
+        redundant_entries=redundant_entries,
+        staleness=staleness,
+        total_steps=total_steps,
+    )
+    assert walk(replace(world, protects=True)) > 100
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
