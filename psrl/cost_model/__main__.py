@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--key", default="TP1_PP1", help="entry to write (default: %(default)s)")
     fit.add_argument("--threads", type=_at_least_one, default=1, help="compute threads (default: %(default)s)")
-    fit.add_argument("--repeats", type=_at_least_one, default=7, help="visits of each point (default: %(default)s)")
+    fit.add_argument("--repeats", type=_at_least_one, default=15, help="visits of each point (default: %(default)s)")
     fit.add_argument("--steps", type=_at_least_one, default=8, help="timed steps a visit (default: %(default)s)")
     fit.add_argument("--hold-out", type=float, default=0.25, help="share of points to test on (default: %(default)s)")
     fit.add_argument("--clock", choices=(CPU, WALL), help="default: cpu with one thread, else wall")

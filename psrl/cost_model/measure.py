@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 2
 """Decode steps after the prefill that are not timed."""
+SAMPLES_PER_PROMPT = 8
 _PROMPT_VOCABULARY = 256
 
 
@@ -93,18 +94,21 @@ def _summary(point: GridPoint, visits: Sequence[Visit]) -> Measurement:
 
 
 def requests(point: GridPoint, max_new_tokens: int) -> list[GenerateRequest]:
-    """One sequence a request and no two prompts alike, so that no engine can share keys and values between them."""
-    sampling = SamplingParams(ignore_eos=True)
+    """The sequences of a grid point in groups of one prompt, as a rollout has them: a group is prefilled once, which makes
+    a visit short; each of its sequences attends over all its own tokens all the same."""
     return [
         GenerateRequest(
-            group=i,
+            group=first,
             min_version=-1,
             incarnation=0,
-            prompt_ids=tuple(random.Random(i).choices(range(_PROMPT_VOCABULARY), k=point.tokens_per_seq)),
-            sampling=sampling,
-            samples=(SampleRequest(sample=0, max_new_tokens=max_new_tokens, seed=i),),
+            prompt_ids=tuple(random.Random(first).choices(range(_PROMPT_VOCABULARY), k=point.tokens_per_seq)),
+            sampling=SamplingParams(ignore_eos=True),
+            samples=tuple(
+                SampleRequest(sample=i, max_new_tokens=max_new_tokens, seed=first + i)
+                for i in range(min(SAMPLES_PER_PROMPT, point.num_seqs - first))
+            ),
         )
-        for i in range(point.num_seqs)
+        for first in range(0, point.num_seqs, SAMPLES_PER_PROMPT)
     ]
 
 

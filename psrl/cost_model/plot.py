@@ -90,7 +90,7 @@ def _agreement(axes: Axes, model: CostModel, points: Sequence[StepTime], held_ou
 
 def _logarithmic(axes: Axes, y: bool = True) -> None:
     """Powers of two, written as plain numbers."""
-    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_xscale("log", base=2)
     if y:
@@ -98,7 +98,7 @@ def _logarithmic(axes: Axes, y: bool = True) -> None:
     for axis in (axes.xaxis, axes.yaxis) if y else (axes.xaxis,):
         axis.set_major_locator(LogLocator(base=2))
         axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(ScalarFormatter())
+        axis.set_major_formatter("{x:g}")
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -20,7 +20,9 @@ class FakeEngine:
         monkeypatch.setattr(time, "process_time", lambda: self.now / 2)
 
     def submit(self, request):
-        self.waiting.append([request.group, len(request.prompt_ids), request.samples[0].max_new_tokens])
+        assert len(request.samples) <= 8
+        for sample in request.samples:
+            self.waiting.append([request.group + sample.sample, len(request.prompt_ids), sample.max_new_tokens])
 
     def has_work(self):
         return bool(self.waiting or self.running)
@@ -66,8 +68,8 @@ def test_a_slow_visit_does_not_change_the_value(monkeypatch):
 
 
 def test_every_round_visits_every_point_in_another_order(monkeypatch):
-    points = grid([4, 1, 2, 2], [8, 16])
-    assert points == [GridPoint(n, t) for n in (1, 2, 4) for t in (8, 16)]
+    points = grid([20, 1, 2, 2], [8, 16])
+    assert points == [GridPoint(n, t) for n in (1, 2, 20) for t in (8, 16)]
     orders = list(visiting_orders(points, 4, seed=0))
     assert all(sorted(order, key=points.index) == points for order in orders)
     assert len({tuple(order) for order in orders}) == 4
