@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 from psrl.coordinator.dispatch import Dispatch
 from psrl.coordinator.joiners import CLAIM_GRACE_S
 from psrl.coordinator.membership import Membership
+from psrl.coordinator.records import REASON_FILTERED, REASON_STRAGGLER
 from psrl.coordinator.staleness import Entry
 from psrl.coordinator.state import Settings
+from psrl.coordinator.stragglers import RETRY
 from psrl.coordinator.upkeep import QUARANTINE_S, Upkeep
 from psrl.protocol import control as c
 
@@ -44,11 +46,12 @@ class Coordinator(Dispatch, Upkeep):
         if self.ended is not None:
             return
         self._look(now_s)
-        self._route_waiting()
+        self._route_waiting(now_s)
         self._dismiss()
         if self.draining is None:
             self._dispatch()
             self._ship()
+            self._hurry()
         self._pull_idle(now_s)
 
     # ---- groups ----------------------------------------------------------------------------------------------
@@ -59,6 +62,11 @@ class Coordinator(Dispatch, Upkeep):
             return
         position = open_group.position
         self.counters[failed.reason] += 1
+        if failed.reason == REASON_FILTERED:
+            self._release(failed.group, failed.reason, failed.detail, requeue=False)
+            if cause := self.filter_budget.verdict():
+                self.end("failed", cause)
+            return
         self.counters[f"{failed.reason}/prompt_{position.prompt}"] += 1
         retry = failed.retry and position.attempt < self.settings.max_group_retries
         verdict = "it is tried again" if retry else "it is dropped and replaced"
@@ -71,6 +79,22 @@ class Coordinator(Dispatch, Upkeep):
             verdict,
         )
         self._release(failed.group, failed.reason, failed.detail, requeue=retry)
+
+    def _sample_ends(self, sender: str, message: c.SampleEnds, now_s: float) -> None:
+        for kind, tokens in message.ends:
+            self.counters[f"samples/{kind}"] += 1
+            self.counters[f"response_tokens/{kind}"] += tokens
+
+    def _hurry(self) -> None:
+        """Do something about the groups that hold up the trainer."""
+        for group in self.stragglers.choose(self.staleness, self.wanted_buffer):
+            if self.settings.straggler_method == RETRY:
+                self.counters["retried"] += 1
+                self._abort(group, REASON_STRAGGLER)
+                self._release(group, REASON_STRAGGLER, requeue=True)
+            elif agent := self.placement.groups[group].agent:
+                self.counters["truncated"] += 1
+                self._say(agent, c.GroupTruncate(groups=[group]))
 
     # ---- trainer ---------------------------------------------------------------------------------------------
 
@@ -134,6 +158,7 @@ class Coordinator(Dispatch, Upkeep):
         c.RouteRequest: Dispatch._route_request,
         c.GroupDone: Membership._group_done,
         c.GroupFailed: _group_failed,
+        c.SampleEnds: _sample_ends,
         c.WantBuffer: _want_buffer,
         c.Published: _published,
         c.CheckpointDone: _checkpoint_done,

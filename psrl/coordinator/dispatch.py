@@ -1,10 +1,22 @@
-"""Which agent loop makes which group, and at which instance its samples are made."""
+"""Which agent loop makes which group, and at which instance its samples are made.
+
+A round places what waits, then new groups. Work that finds no place (none has room, or its method holds it back) closes
+the versions that it might use for the rest of the round: what comes after it may take older weights only. So nothing is
+overtaken for ever, and a round costs what it places, however much waits.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+
 from psrl.coordinator.membership import Membership
-from psrl.coordinator.routing import eligible
+from psrl.coordinator.placement import OpenGroup
+from psrl.coordinator.placing import preferred, sample_blocks
+from psrl.coordinator.records import Position, Reserve
+from psrl.coordinator.routing.base import Work
 from psrl.coordinator.views import InstanceView
+from psrl.coordinator.waiting import Waiting
 from psrl.protocol import control as c
 from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED
 
@@ -15,30 +27,84 @@ COUNTED = {FINISH_ABORT: "interrupted_samples", FINISH_MIGRATED: "migrated_sampl
 class Dispatch(Membership):
     """New groups and samples that go on elsewhere, matched with instances that may take them."""
 
-    def _candidates(self, num_samples: int, min_version: int) -> list[InstanceView]:
-        return eligible(
-            self.placement.instances.values(),
-            incarnation=self.staleness.incarnation,
-            num_samples=num_samples,
-            min_version=min_version,
-            limit=self.settings.max_concurrent,
-            reject_on_waiting=self.settings.reject_on_waiting,
-        )
+    # ---- samples on the move ---------------------------------------------------------------------------------
+
+    def _route_request(self, sender: str, request: c.RouteRequest, now_s: float) -> None:
+        if counter := COUNTED.get(request.reason):
+            self.counters[counter] += len(request.samples)
+        tokens = request.tokens or [0] * len(request.samples)
+        for (group, sample), made in zip(request.samples, tokens, strict=True):
+            if (open_group := self.placement.groups.get(group)) is None or open_group.agent != sender:
+                continue
+            waiting = Waiting(
+                agent=sender,
+                group=group,
+                sample=sample,
+                version=open_group.version,
+                since_s=now_s,
+                tokens=made,
+                came_from=request.instance,
+                unbound=request.reason == FINISH_MIGRATED,
+            )
+            self.waiting_routes.add(waiting)
+            if waiting.unbound and self.router.block_size and (view := self.placement.instances.get(request.instance)):
+                self.router.left_behind(view, self._sample_work(open_group, waiting))
+
+    def _route_waiting(self, now_s: float) -> None:
+        """Samples that go on elsewhere come before new groups."""
+        self.considered_s, self.closed_from = now_s, math.inf
+        patient_since_s = now_s - self.settings.placing.patience_s
+        routed: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        while waiting := self.waiting_routes.first(below=self.closed_from, waiting_since_s=patient_since_s):
+            open_group = self.placement.groups.get(waiting.group)
+            if open_group is None or open_group.agent != waiting.agent:
+                self.waiting_routes.remove(waiting)
+                continue
+            work = self._sample_work(open_group, waiting, may_wait=waiting.since_s > patient_since_s)
+            view = self._bound_to(open_group, waiting) or self._choose(work, at_least=open_group.version)
+            if view is None:
+                self.closed_from = waiting.version
+                continue
+            self.waiting_routes.remove(waiting)
+            self.placement.arrive(waiting.group, view.name, work.weight)
+            self.router.placed(view, work)
+            routed[waiting.agent].append((waiting.group, waiting.sample, view.name))
+        for agent, samples in routed.items():
+            self._say(agent, c.Routed(samples=samples, incarnation=self.staleness.incarnation))
+
+    def _bound_to(self, open_group: OpenGroup, waiting: Waiting) -> InstanceView | None:
+        """The instance that stickiness asks for, if it may take the sample now; it never waits for one that may not."""
+        placing = self.settings.placing
+        if waiting.unbound:
+            return None
+        names = [waiting.came_from] if placing.trajectory_sticky else []
+        if placing.group_sticky:
+            names += sorted(open_group.on, key=lambda name: (-open_group.on[name], name))
+        for name in names:
+            view = self.placement.instances.get(name)
+            if (
+                view is not None
+                and view.incarnation == self.staleness.incarnation
+                and view.version >= open_group.version
+                and self.fleet.may_take(view, 1)
+            ):
+                return view
+        return None
+
+    def _choose(self, work: Work, at_least: int) -> InstanceView | None:
+        incarnation = self.staleness.incarnation
+        versions = [v for v in self.fleet.versions(incarnation) if v >= at_least]
+        return self.fleet.choose(work, incarnation, versions)
+
+    # ---- new groups ------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Reserve and hand out new groups while an instance, an agent loop, a prompt and a place are there."""
         batch: dict[str, list[c.Assignment]] = {}
-        n = self.settings.samples_per_group
         while (agent := self.placement.least_busy_agent()) and (position := self.prompts.peek()) is not None:
-            candidates = self._candidates(n, 0)
-            admissible = {
-                v for v in {i.version for i in candidates} if self.staleness.can_reserve(v, position.protected)
-            }
-            candidates = [i for i in candidates if i.version in admissible]
-            if not candidates:
-                break
-            instance = self.router.choose(candidates, n)
-            reserve = self.staleness.reserve(
+            work = self._group_work(position)
+            instance = self.fleet.choose(work, self.staleness.incarnation, self._reservable(position))
+            reserve = instance and self.staleness.reserve(
                 version=instance.version,
                 data_epoch=position.data_epoch,
                 prompt=position.prompt,
@@ -46,43 +112,65 @@ class Dispatch(Membership):
                 attempt=position.attempt,
                 protected=position.protected,
             )
-            if reserve is None:
+            if instance is None or reserve is None:
                 break
             self._apply(reserve)
-            self.placement.open(reserve.group, position, reserve.version, agent.name, {instance.name: n})
-            assignment = c.Assignment(
-                group=reserve.group,
-                data_epoch=reserve.data_epoch,
-                prompt=reserve.prompt,
-                n=n,
-                version=reserve.version,
-                incarnation=self.staleness.incarnation,
-                instance=instance.name,
-                attempt=reserve.attempt,
+            at = {instance.name: work.num_samples}
+            self.placement.open(
+                reserve.group, position, reserve.version, agent.name, at, work.weight / work.num_samples
             )
-            batch.setdefault(agent.name, []).append(assignment)
+            self.router.placed(instance, work)
+            self.counters["samples/launched"] += work.num_samples
+            batch.setdefault(agent.name, []).append(self._assignment(reserve))
         for name, groups in batch.items():
             self._say(name, c.Assign(groups=groups))
 
-    def _route_request(self, sender: str, request: c.RouteRequest, now_s: float) -> None:
-        if counter := COUNTED.get(request.reason):
-            self.counters[counter] += len(request.samples)
-        self.waiting_routes.extend((sender, group, sample) for group, sample in request.samples)
+    def _reservable(self, position: Position) -> list[int]:
+        """Versions that this prompt can be promised a place with, in order of preference."""
+        staleness = self.staleness
+        versions = [
+            v
+            for v in self.fleet.versions(staleness.incarnation)
+            if v < self.closed_from and staleness.can_reserve(v, position.protected)
+        ]
+        return preferred(versions, self.settings.placing.candidates, staleness.room)
 
-    def _route_waiting(self) -> None:
-        """Samples that go on elsewhere come before new groups, in the order of asking; the rest waits."""
-        routed: dict[str, list[tuple[int, int, str]]] = {}
-        for _ in range(len(self.waiting_routes)):
-            agent, group, sample = self.waiting_routes.popleft()
-            open_group = self.placement.groups.get(group)
-            if open_group is None or open_group.agent != agent:
-                continue
-            candidates = self._candidates(1, open_group.version)
-            if not candidates:
-                self.waiting_routes.append((agent, group, sample))
-                continue
-            instance = self.router.choose(candidates, 1)
-            self.placement.arrive(group, instance.name)
-            routed.setdefault(agent, []).append((group, sample, instance.name))
-        for agent, samples in routed.items():
-            self._say(agent, c.Routed(samples=samples, incarnation=self.staleness.incarnation))
+    def _assignment(self, reserve: Reserve) -> c.Assignment:
+        return c.Assignment(
+            group=reserve.group,
+            data_epoch=reserve.data_epoch,
+            prompt=reserve.prompt,
+            n=self.settings.samples_per_group,
+            version=reserve.version,
+            incarnation=self.staleness.incarnation,
+            instance=reserve.instance,
+            attempt=reserve.attempt,
+            keep=self.settings.kept_samples,
+        )
+
+    # ---- what routing may know -------------------------------------------------------------------------------
+
+    def _group_work(self, position: Position) -> Work:
+        n, router = self.settings.samples_per_group, self.router
+        if not (router.counts_tokens or router.block_size):
+            return Work(n)
+        prompt = self.facts(position.prompt)
+        return Work(n, float(prompt.tokens), self._remaining(position.prompt, prompt.data_source, 0), prompt.blocks)
+
+    def _sample_work(self, open_group: OpenGroup, waiting: Waiting, may_wait: bool = True) -> Work:
+        router, prompt = self.router, open_group.position.prompt
+        if not (router.counts_tokens or router.block_size):
+            return Work(1, may_wait=may_wait)
+        facts = self.facts(prompt)
+        return Work(
+            1,
+            float(facts.tokens + waiting.tokens),
+            self._remaining(prompt, facts.data_source, waiting.tokens),
+            sample_blocks(facts, router.block_size, waiting.group, waiting.sample, waiting.tokens),
+            may_wait,
+        )
+
+    def _remaining(self, prompt: int, data_source: str, so_far: int) -> float:
+        if not self.router.counts_budget:
+            return 0.0
+        return self.lengths.remaining(prompt=prompt, data_source=data_source, so_far=so_far)

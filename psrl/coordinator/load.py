@@ -44,6 +44,7 @@ def observe(view: InstanceView, stats: EngineStats, at_s: float, now_s: float) -
         view.throughput = tokens / elapsed_s
         view.counted_from_s, view.counted_from_tokens = at_s, stats.generated_tokens
     view.stats, view.reported_s = stats, now_s
+    view.grown_tokens = max(0.0, stats.kv_tokens - view.placed_tokens)
 
 
 def free_slots(view: InstanceView, limit: int, reject_on_waiting: bool) -> int:

@@ -6,7 +6,7 @@ import logging
 
 from psrl.coordinator.joiners import CLAIM_GRACE_S, Joiners
 from psrl.coordinator.staleness import StalenessViolation
-from psrl.coordinator.views import AgentView, InstanceView
+from psrl.coordinator.views import InstanceView
 from psrl.protocol import control as c
 
 log = logging.getLogger("psrl.coordinator")
@@ -139,7 +139,7 @@ class Membership(Joiners):
         self._announce_instances()
 
     def _agent_hello(self, name: str, state: c.AgentState, now_s: float) -> None:
-        agent = self.placement.agents[name] = AgentView(name)
+        agent = self.placement.add_agent(name)
         held = {h.group: h for h in state.held}
         for group, open_group in list(self.placement.groups.items()):
             if group in held:

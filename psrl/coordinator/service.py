@@ -11,13 +11,14 @@ import os
 import resource
 import time
 
+from psrl.config.redundancy import redundant_sizes
 from psrl.config.schema import Config
+from psrl.configured_routing import make_placing, make_router, prompt_facts
 from psrl.configured_sync import migration_settings, sync_settings
 from psrl.coordinator.core import Coordinator, Settings
 from psrl.coordinator.ledger import Ledger
 from psrl.coordinator.prompts import PromptSource, steps_in_data
 from psrl.coordinator.records import AnyRecord, Checkpoint, End, Occupy, Start, Take
-from psrl.coordinator.routing import make_router
 from psrl.coordinator.staleness import Staleness
 from psrl.deployment import total_agent_loops
 from psrl.net.limits import RESERVE
@@ -61,11 +62,15 @@ class Service:
             settings(role),
             staleness,
             prompts,
-            make_router(config.psrl.rollout_coordination.routing_strategy.method, config.seed),
+            make_router(config),
             self.epoch,
             time.monotonic(),
+            prompt_facts(data, config),
         )
         self.core.counters["skipped_prompts"] = data.stats.skipped
+        if config.psrl.group_post_process.enable:
+            for record in self.ledger.history():
+                self.core.filter_budget.apply(record)
         self.server = Server(
             load_keys(role.run_dir),
             role.address,
@@ -194,9 +199,14 @@ def fleet_limit(open_files: int) -> int:
 
 def settings(role: Role) -> Settings:
     """The coordinator's part of the configuration."""
-    config, p = role.config, role.config.psrl
+    config, p, sizes = role.config, role.config.psrl, redundant_sizes(role.config)
     return Settings(
-        samples_per_group=p.rollout_n,
+        samples_per_group=sizes.launched_samples,
+        kept_samples=sizes.samples,
+        filter_metric=config.algorithm.filter_groups.metric,
+        max_filtered_buffers=config.algorithm.filter_groups.max_num_gen_batches,
+        straggler_method=p.rollout_coordination.proactive_filter_strategy.method,
+        straggler_threshold=p.rollout_coordination.proactive_filter_strategy.threshold,
         partial_rollout=p.rollout_coordination.partial_rollout.enable,
         max_concurrent=p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance,
         reject_on_waiting=p.rollout_coordination.routing_strategy.admission_reject_on_waiting
@@ -212,6 +222,7 @@ def settings(role: Role) -> Settings:
         goes_on=not role.local,
         attempt=role.attempt,
         sync=sync_settings(config),
+        placing=make_placing(config),
         migration=migration_settings(config),
     )
 
@@ -229,6 +240,7 @@ def replay_state(config: Config, num_prompts: int, ledger: Ledger) -> tuple[Stal
     """State and prompt source after everything that the ledger holds."""
     staleness = Staleness(
         buffer_entries=config.psrl.staleness_buffer_entries,
+        redundant_entries=redundant_sizes(config).launched_groups,
         staleness=config.psrl.staleness,
         total_steps=total_steps(config, num_prompts),
         keep_checkpoints=config.trainer.keep_last,

@@ -7,19 +7,26 @@ when they say hello.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from psrl.coordinator.filters import FilterBudget
+from psrl.coordinator.lengths import LengthHistory
 from psrl.coordinator.migration import Migrations, MigrationSettings
 from psrl.coordinator.placement import Placement
+from psrl.coordinator.placing import PlacingSettings, PromptFacts, no_facts
 from psrl.coordinator.prompts import PromptSource
 from psrl.coordinator.records import AnyRecord, Occupy, Release
-from psrl.coordinator.routing import Router
+from psrl.coordinator.routing.base import Router
+from psrl.coordinator.routing.fleet import Fleet
 from psrl.coordinator.staleness import Staleness
+from psrl.coordinator.stragglers import StragglerWatch
 from psrl.coordinator.sync.lagging import Lagging
 from psrl.coordinator.sync.select import make_sync
 from psrl.coordinator.sync.settings import SyncSettings
+from psrl.coordinator.waiting import WaitingQueue
 from psrl.protocol import control as c
 
 log = logging.getLogger("psrl.coordinator")
@@ -49,7 +56,17 @@ class Settings:
     """A node that is lost is replaced and the run started again (a scheduler's job), so losing one is no failure."""
     attempt: str
     """The start of the run that this coordinator belongs to."""
+    placing: PlacingSettings = PlacingSettings()
     sync: SyncSettings = field(default_factory=SyncSettings)
+    kept_samples: int = 0
+    """A group is complete with so many of its `samples_per_group`; 0: with all."""
+    filter_metric: str = "seq_reward"
+    max_filtered_buffers: int = 10
+    """Buffers' worth of groups without signal in a row that end the run."""
+    straggler_method: str | None = None
+    """null | retry | truncate: what happens to groups that hold up the trainer's buffer."""
+    straggler_threshold: float | None = None
+    """Share of the buffer that must be filled before it happens."""
     migration: MigrationSettings | None = None
     """None: samples are not moved away from a busy instance."""
 
@@ -65,6 +82,7 @@ class RunState:
         router: Router,
         epoch: int,
         now_s: float,
+        facts: Callable[[int], PromptFacts] = no_facts,
     ) -> None:
         self.settings = settings
         self.staleness = staleness
@@ -73,7 +91,11 @@ class RunState:
         self.epoch = epoch
         self.records: list[AnyRecord] = []
         self.outbox: list[tuple[str, c.Message]] = []
-        self.placement = Placement()
+        self.fleet = Fleet(router, limit=settings.max_concurrent, reject_on_waiting=settings.reject_on_waiting)
+        self.placement = Placement(self.fleet)
+        self.facts = facts
+        """What routing may know of a prompt, by its index."""
+        self.lengths = LengthHistory(settings.placing.request_budget)
         self.supervisors: set[str] = set()
         self.joined: dict[str, set[str]] = {}
         """Supervisors that came to the running run, each with its children; one that was refused has none."""
@@ -82,8 +104,17 @@ class RunState:
         self.trainer = ""
         self.pullable_version = -1
         self.wanted_buffer = -1
-        self.waiting_routes: deque[tuple[str, int, int]] = deque()
+        self.waiting_routes = WaitingQueue(settings.placing.sort, settings.placing.oldest_version_first)
+        self.considered_s = now_s
+        """When waiting samples were last considered, and from which version on nobody found a place then."""
+        self.closed_from = math.inf
         self.counters: Counter[str] = Counter()
+        self.filter_budget = FilterBudget(
+            limit=settings.max_filtered_buffers,
+            buffer_entries=staleness.buffer_entries,
+            metric=settings.filter_metric,
+        )
+        self.stragglers = StragglerWatch(settings.straggler_method, settings.straggler_threshold)
         self.sync_strategy = make_sync(settings.sync)
         self.lagging = Lagging()
         self.migrations = Migrations()
@@ -123,6 +154,7 @@ class RunState:
         self.finished_tokens += done.response_tokens
         for record in self.staleness.occupy(done.group, done.ref, done.reward_mean, done.response_tokens):
             if isinstance(record, Release):
+                self.counters[record.reason] += 1
                 self._abort(record.group, record.reason)
             elif isinstance(record, Occupy):
                 self.placement.close(record.group)
@@ -165,6 +197,7 @@ class RunState:
     def _apply(self, record: AnyRecord) -> None:
         self.staleness.apply(record)
         self.prompts.apply(record)
+        self.filter_budget.apply(record)
         self.records.append(record)
 
     def _say(self, name: str, message: c.Message) -> None:

@@ -184,4 +184,4 @@ class Upkeep(Membership):
     def _waiting_versions(self) -> Counter[int]:
         """Requests that wait for an instance, by the version of their group."""
         groups = self.placement.groups
-        return Counter(groups[group].version for _, group, _ in self.waiting_routes if group in groups)
+        return Counter(groups[group].version for group in (w.group for w in self.waiting_routes) if group in groups)

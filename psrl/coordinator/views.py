@@ -37,6 +37,17 @@ class InstanceView:
     counted_from_tokens: int = 0
     pause_s: float = 0.0
     """How long decoding stood still at the last pull."""
+    placed_tokens: float = 0.0
+    """KV tokens that the samples here counted for when they were placed."""
+    grown_tokens: float = 0.0
+    """What they held beyond that at the last report."""
+    noted: dict[str, InstanceView] | None = field(default=None, repr=False, compare=False)
+    """Where each change of this view is noted, for indexes that follow it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if (noted := getattr(self, "noted", None)) is not None and name != "noted":
+            noted[self.name] = self
 
     def info(self, alive: bool = True) -> InstanceInfo:
         return InstanceInfo(name=self.name, endpoint=self.endpoint, alive=alive)

@@ -217,6 +217,8 @@ class Assignment(Message):
     incarnation: int
     instance: str
     attempt: int = 0
+    keep: int = 0
+    """The group is complete when so many samples have finished, the others are aborted; 0: all `n`."""
 
 
 class Assign(Message):
@@ -236,6 +238,10 @@ class RouteRequest(Message):
     reason: str = ""
     """Why they are on the move: the finish with which their instance handed them back (psrl.protocol.generation), "" if it
     was lost. A "migrated" sample is bound to no instance, by stickiness of any kind, until it has been placed again."""
+    instance: str = ""
+    """Where all of them were, "" if that is not known."""
+    tokens: list[int] = []
+    """Response tokens so far, one for each sample."""
 
 
 class Routed(Message):
@@ -246,12 +252,19 @@ class Routed(Message):
 
 
 class GroupFailed(Message):
-    """The group could not be finished. `reason` is one of error | timeout | invalid_rewards | too_long | filtered."""
+    """The group could not be finished. `reason` is one of error | timeout | invalid_rewards | too_long | filtered |
+    empty_truncation."""
 
     group: int
     reason: str
     detail: str
     retry: bool
+
+
+class SampleEnds(Message):
+    """Agent loop -> coordinator: how launched samples ended, (kind, response tokens) each; see psrl.rollout.sample_ends."""
+
+    ends: list[tuple[str, int]]
 
 
 class GroupAck(Message):
@@ -265,6 +278,12 @@ class GroupAbort(Message):
 
     groups: list[int]
     reason: str
+
+
+class GroupTruncate(Message):
+    """Coordinator -> agent loop: end the unfinished samples of these where they are; the trainer waits for them."""
+
+    groups: list[int]
 
 
 # ---- trainer rank 0 ------------------------------------------------------------------------------------------
@@ -343,8 +362,8 @@ class Shutdown(Message):
 
 ToCoordinator = (
     Hello | Leaving | Fatal | ChildDown | Drain | Leave | InstanceStatus | PullStarted | Switching | PullDone | PullFailed | SampleMoves
-    | RouteRequest | GroupDone | GroupFailed | WantBuffer | Published | CheckpointDone | TrainerDone
+    | RouteRequest | GroupDone | GroupFailed | SampleEnds | WantBuffer | Published | CheckpointDone | TrainerDone
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Pull | HandBack | Retire | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | Buffer | DrainNow | Shutdown
+    Welcome | Pull | HandBack | Retire | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | GroupTruncate | Buffer | DrainNow | Shutdown
 )  # fmt: skip

@@ -7,7 +7,7 @@ import dataclasses
 from psrl.coordinator.core import Coordinator, Settings
 from psrl.coordinator.placement import check_consistent
 from psrl.coordinator.prompts import PromptSource
-from psrl.coordinator.routing import RequestNumBalance
+from psrl.coordinator.routing.request_num_balance import RequestNumBalance
 from psrl.coordinator.staleness import Staleness
 from psrl.protocol import control as c
 from psrl.protocol.samples import SampleRef

@@ -106,14 +106,16 @@ def test_continuations_go_only_to_instances_new_enough() -> None:
 
 
 def test_admission_rejects_an_instance_whose_queue_waits() -> None:
-    run = Run()
-    run.trainer()
-    for name in ("instance-0", "instance-1"):
-        run.instance(name)
-        run.pulled(name, 0)
+    run, groups = started(staleness=3)
+    here = [g.group for g in groups if g.instance == "instance-0"]
     run.tell("instance-0", c.InstanceStatus(stats=EngineStats(waiting=3)))
-    groups = assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
-    assert {g.instance for g in groups} == {"instance-1"}
+    moved = c.SampleMoves(left=[(group, "instance-0", 4) for group in here[:-1]])
+    run.tell("agent-loop-0", moved, c.RouteRequest(samples=[(here[0], 0), (here[0], 1)]))
+    assert run.core.placement.instances["instance-0"].in_flight == 4  # less than at the other one
+    assert run.core.placement.instances["instance-1"].in_flight == 4 * (len(groups) - len(here)) + 2
+    run.tell("instance-0", c.InstanceStatus(stats=EngineStats(waiting=0)))
+    run.tell("agent-loop-0", c.RouteRequest(samples=[(here[0], 2)]))
+    assert run.core.placement.instances["instance-0"].in_flight == 5
 
 
 def test_without_partial_rollout_a_lagging_instance_gets_nothing_new() -> None:
