@@ -8,6 +8,7 @@ from typing import Any
 
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
+from psrl.config.redundancy_checks import check_redundancy
 from psrl.config.schema import Config
 from psrl.config.sync_checks import check_sync, sync_warnings
 
@@ -109,6 +110,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     _check_values(values)
     _check_combinations(config)
     check_sync(config)
+    redundancy = check_redundancy(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."
         for (key, value), instead in NOT_IN_THIS_VERSION.items()
@@ -116,7 +118,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     ]
     if lacking and not only_planned:
         raise ConfigError(lacking[0])
-    return [*lacking, *_warnings(config), *sync_warnings(config)]
+    return [*lacking, *_warnings(config), *sync_warnings(config), *redundancy]
 
 
 def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:

@@ -11,6 +11,8 @@ FINISH_LENGTH = "length"  # the response budget or the context is used up
 FINISH_ABORT = "abort"  # interrupted; never scored: continue it or discard it
 FINISH_MIGRATED = "migrated"  # as abort: handed back so that another, less busy instance may go on with it
 FINISH_REFUSED = "refused"  # not made here: the instance's version is older than the group's, or it is leaving
+FINISH_TRUNCATED = "truncated"  # ended unfinished because the trainer waited for its group; scored and trained as it is
+FINISH_REDUNDANT = "redundant"  # ended because enough others of its group had finished; never scored
 HANDED_BACK = (FINISH_ABORT, FINISH_MIGRATED, FINISH_REFUSED)
 """Not ends: the sample goes on elsewhere with the tokens that it has, unless its budget is used up."""
 

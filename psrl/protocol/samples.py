@@ -19,7 +19,8 @@ class Sample(msgspec.Struct, array_like=True, kw_only=True):
     `response_ids` is little-endian int32, `logprobs` little-endian float32, `mask` uint8 (1 = written by the model);
     all three have the same number of elements. `mask` may be empty, meaning all ones.
     `reward` is None when it could not be computed or was not finite: such a sample is never trained.
-    `finish` is "stop" or "length" (an aborted sample is continued, never sealed).
+    `finish` is "stop", "length" or "truncated" (see psrl.protocol.generation; an aborted sample is continued, never sealed).
+    `metrics` are the figures that the reward function returned beside the score.
     """
 
     response_ids: bytes

@@ -9,11 +9,10 @@ import asyncio
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from psrl.models.resolve import run_model
@@ -22,14 +21,21 @@ from psrl.net.client import AsyncClient, Client
 from psrl.net.limits import new_context, raise_descriptor_limit
 from psrl.net.link import AsyncCoordinatorLink, CoordinatorGoneError
 from psrl.protocol import control as c
-from psrl.protocol.generation import FINISH_REFUSED, AbortRequest, SamplingParams, TokenChunks
-from psrl.protocol.samples import SampleRef
+from psrl.protocol.generation import (
+    FINISH_REDUNDANT,
+    FINISH_REFUSED,
+    FINISH_TRUNCATED,
+    AbortRequest,
+    SamplingParams,
+    TokenChunks,
+)
 from psrl.role import Role, run_role, start_role
+from psrl.rollout.finish import Finisher
+from psrl.rollout.group_filters import MissingMetricError
 from psrl.rollout.group_work import GroupWork
-from psrl.rollout.scoring import RewardTypeError, ScoreResult, ScoringPool
+from psrl.rollout.sample_ends import CONSUMED, FAILED, FILTERED, REDUNDANT, RETURNED, group_ends
+from psrl.rollout.scoring import RewardTypeError, ScoreResult
 from psrl.rundir.keys import load_keys
-from psrl.rundir.segments import SegmentWriter
-from psrl.tasks.base import Answer
 from psrl.tasks.prepared import PreparedReader
 
 log = logging.getLogger("psrl.agent_loop")
@@ -44,6 +50,8 @@ class Held:
 
     work: GroupWork
     done: c.GroupDone | None = None
+    scoring: bool = False
+    """All samples are there: their rewards are being computed, or are."""
 
 
 @dataclass(slots=True)
@@ -64,7 +72,7 @@ class AgentLoop:
         self.keys = load_keys(role.run_dir)
         self.prompts = PreparedReader(role.run_dir.data / "prompts.bin")
         model = run_model(role.run_dir)
-        self.tokenizer = load_tokenizer(model.path)
+        self.finisher = Finisher(config, role.run_dir, role.name, self.prompts, load_tokenizer(model.path))
         gen = config.gen_actor_rollout_ref.rollout
         self.sampling = SamplingParams(
             temperature=gen.temperature,
@@ -76,9 +84,6 @@ class AgentLoop:
         self.link = AsyncCoordinatorLink(
             role.run_dir, "agent_loop", role.name, self._state, config.psrl.fault_tolerance
         )
-        self.pool = ScoringPool.from_config(config)
-        self.writer = SegmentWriter(role.run_dir.samples, role.name)
-        self.segment_version = -1
         self.held: dict[int, Held] = {}
         self.connections: dict[str, Connection] = {}
         raise_descriptor_limit(3 * config.psrl.deployment.n_rollout_instances)
@@ -94,7 +99,7 @@ class AgentLoop:
     async def run(self) -> str:
         """Work until the run is over, or until this agent loop retires; returns which of them, in words."""
         self.over = asyncio.get_running_loop().create_future()
-        await self.pool.start()
+        await self.finisher.pool.start()
         await self.link.open()
         self._spawn(self._hear_coordinator())
         self._spawn(self._seal_loop())
@@ -103,8 +108,8 @@ class AgentLoop:
         finally:
             for task in self.tasks:
                 task.cancel()
-            await self.pool.close()
-            self.writer.close()
+            await self.finisher.pool.close()
+            self.finisher.writer.close()
             self.link.close("leaving")
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -137,9 +142,12 @@ class AgentLoop:
                         self._routed(message)
                     case c.GroupAck():
                         for group in message.groups:
-                            self.held.pop(group, None)
+                            if (held := self.held.pop(group, None)) is not None:
+                                self._tell_ends(held.work, CONSUMED)
                     case c.GroupAbort():
-                        self._drop(message.groups)
+                        self._drop(message.groups, REDUNDANT if message.reason == REDUNDANT else RETURNED)
+                    case c.GroupTruncate():
+                        self._truncate(message.groups)
                     case c.Instances():
                         self._know_instances(message.instances)
                     case c.Welcome():
@@ -156,8 +164,14 @@ class AgentLoop:
     def _take(self, assignment: c.Assignment) -> None:
         prompt = self.prompts[assignment.prompt]
         ids = np.frombuffer(prompt.prompt_ids, dtype="<i4").tolist()
+        config = self.role.config
         work = GroupWork(
-            assignment, ids, self.sampling, self.role.config.data.max_response_length, self.role.config.seed
+            assignment,
+            ids,
+            self.sampling,
+            config.data.max_response_length,
+            config.seed,
+            interrupt_as_prompt=config.psrl.rollout_coordination.partial_rollout.interrupt_as_prompt,
         )
         self.held[assignment.group] = Held(work)
         self._request(work, assignment.instance, range(assignment.n))
@@ -169,8 +183,13 @@ class AgentLoop:
         if connection is None:
             self.link.send(c.SampleMoves(left=[(group, instance, len(samples))]))
             self.link.send(c.RouteRequest(samples=[(group, sample) for sample in samples]))
-        elif request := work.request(instance, samples):
-            connection.client.send(request)
+        else:
+            request = work.request(instance, samples)
+            if request is not None:
+                connection.client.send(request)
+            if unwanted := len(samples) - (len(request.samples) if request is not None else 0):
+                self.link.send(c.SampleMoves(left=[(group, instance, unwanted)]))
+                self._advance(work)
 
     def _routed(self, routed: c.Routed) -> None:
         by_target: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -189,13 +208,44 @@ class AgentLoop:
         if looking:
             self.link.send(c.RouteRequest(samples=looking))
 
-    def _drop(self, groups: Sequence[int]) -> None:
+    def _drop(self, groups: Sequence[int], outcome: str) -> None:
         for group in groups:
             held = self.held.pop(group, None)
             if held is not None:
-                for instance in held.work.where():
-                    if connection := self.connections.get(instance):
-                        connection.client.send(AbortRequest((group,)))
+                self._stop_at(group, held.work.where())
+                self._tell_ends(held.work, outcome)
+
+    def _truncate(self, groups: Sequence[int]) -> None:
+        """End these groups with the tokens that have arrived here."""
+        for group in groups:
+            held = self.held.get(group)
+            if held is not None and not held.scoring:
+                self._end_rest(held.work, FINISH_TRUNCATED)
+                self._advance(held.work)
+
+    def _end_rest(self, work: GroupWork, finish: str) -> None:
+        """End the unfinished samples of a group, here and where they are being made."""
+        group, were = work.assignment.group, work.end_rest(finish)
+        self._stop_at(group, were)
+        if were:
+            self.link.send(c.SampleMoves(left=[(group, instance, count) for instance, count in were.items()]))
+
+    def _stop_at(self, group: int, instances: Iterable[str]) -> None:
+        for instance in instances:
+            if connection := self.connections.get(instance):
+                connection.client.send(AbortRequest((group,)))
+
+    def _advance(self, work: GroupWork) -> None:
+        """Score a group as soon as enough of its samples have finished; the others are not waited for."""
+        held = self.held.get(work.assignment.group)
+        if held is not None and not held.scoring and work.complete:
+            held.scoring = True
+            if work.unfinished:
+                self._end_rest(work, FINISH_REDUNDANT)
+            self._spawn(self._score(work))
+
+    def _tell_ends(self, work: GroupWork, outcome: str) -> None:
+        self.link.send(c.SampleEnds(ends=group_ends(work, outcome)))
 
     # ---- instances -------------------------------------------------------------------------------------------
 
@@ -270,6 +320,7 @@ class AgentLoop:
 
     def _chunks(self, instance: str, message: TokenChunks) -> None:
         left: Counter[int] = Counter()
+        finished: dict[int, GroupWork] = {}
         routes: dict[str, list[tuple[int, int]]] = defaultdict(list)
         refused: list[int] = []
         for chunk in message.chunks:
@@ -283,10 +334,12 @@ class AgentLoop:
                     routes[chunk.finish].append((chunk.group, chunk.sample))
                     if chunk.finish == FINISH_REFUSED:
                         refused.append(len(held.work.samples[chunk.sample].token_ids))
-                elif held.work.unfinished == 0:
-                    self._spawn(self._score(held.work))
+                else:
+                    finished[chunk.group] = held.work
         if left:
             self.link.send(c.SampleMoves(left=[(group, instance, count) for group, count in left.items()]))
+        for work in finished.values():
+            self._advance(work)
         for reason, samples in routes.items():
             self.link.send(c.RouteRequest(samples=samples, reason=reason))
         if refused:
@@ -297,63 +350,25 @@ class AgentLoop:
     # ---- reward and seal -------------------------------------------------------------------------------------
 
     async def _score(self, work: GroupWork) -> None:
-        """Reward the finished group; a failure is reported, never trained as reward 0."""
-        prompt = self.prompts[work.assignment.prompt]
-        texts = [self.tokenizer.decode(s.token_ids) for s in work.samples]
-        answers = [
-            Answer(
-                solution_str=text,
-                data_source=prompt.data_source,
-                ground_truth=prompt.ground_truth,
-                extra_info=prompt.extra_info,
-            )
-            for text in texts
-        ]
+        """Reward a complete group, then have it sealed or give it up."""
         try:
-            results = await self.pool.score(answers)
-        except RewardTypeError as error:
+            outcome = await self.finisher.score(work)
+        except (RewardTypeError, MissingMetricError) as error:
             self.link.send(c.Fatal(cause=str(error)))
             raise
-        failures = [r for r in results if r.kind in ("error", "timeout")]
-        valid = sum(r.reward is not None and len(s.token_ids) > 0 for r, s in zip(results, work.samples, strict=True))
-        if failures:
-            self._failed(work, failures[0].kind, failures[0].error or "", retry=True)
-        elif valid < 2:
-            self._failed(
-                work, "invalid_rewards", f"{valid} of {len(results)} samples have a reward and a response", retry=False
-            )
-        else:
-            self.to_seal.put_nowait((work, results))
-
-    def _failed(self, work: GroupWork, reason: str, detail: str, *, retry: bool) -> None:
-        group = work.assignment.group
-        if self.held.pop(group, None) is not None:
-            self.link.send(c.GroupFailed(group=group, reason=reason, detail=detail, retry=retry))
+        if not isinstance(outcome, c.GroupFailed):
+            self.to_seal.put_nowait((work, outcome))
+        elif self.held.pop(outcome.group, None) is not None:
+            self.link.send(outcome)
+            self._tell_ends(work, FILTERED if outcome.reason == FILTERED else FAILED)
 
     async def _seal_loop(self) -> None:
-        """Append what is ready, one fsync for all of it, then tell the coordinator."""
-        encoder = msgspec.msgpack.Encoder()
+        """Seal what is ready, then tell the coordinator."""
         while True:
             batch = [await self.to_seal.get()]
             while not self.to_seal.empty():
                 batch.append(self.to_seal.get_nowait())
-            newest = max(work.assignment.version for work, _ in batch)
-            if newest > self.segment_version:  # one segment a step, so that old ones can be deleted whole
-                self.segment_version = newest
-                self.writer.rotate()
-            sealed: list[c.GroupDone] = []
-            for work, results in batch:
-                segment, offset, length, crc = self.writer.append(encoder.encode(work.group(results)))
-                rewards = [r.reward for r in results if r.reward is not None]
-                done = c.GroupDone(
-                    group=work.assignment.group,
-                    ref=SampleRef(segment, offset, length, crc, work.trainable_tokens(results), len(work.prompt_ids)),
-                    reward_mean=sum(rewards) / len(rewards),
-                    response_tokens=sum(len(s.token_ids) for s in work.samples),
-                )
-                sealed.append(done)
-            await asyncio.to_thread(self.writer.sync)
-            for done in sealed:
+            for done in await self.finisher.seal(batch):
                 if (held := self.held.get(done.group)) is not None:
                     held.done = done
                     self.link.send(done)
@@ -368,7 +383,7 @@ def main() -> int:
     except CoordinatorGoneError as error:
         log.error("%s", error)
         return 1
-    except RewardTypeError as error:
+    except (RewardTypeError, MissingMetricError) as error:
         log.error("%s", error)
         return 1
     log.info("%s", why)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from psrl.protocol.control import Assignment
-from psrl.protocol.generation import GenerateRequest, SamplingParams, TokenChunk
+from psrl.protocol.generation import FINISH_TRUNCATED, GenerateRequest, SamplingParams, TokenChunk
 from psrl.protocol.samples import Group, Sample
 from psrl.rollout.partial import PartialSample
 
@@ -17,13 +17,25 @@ class Scored(Protocol):
     """What scoring says of one sample; `reward` is None when there is none."""
 
     reward: float | None
+    metrics: Mapping[str, float]
 
 
 class GroupWork:
-    """The samples of one assignment from first token to sealed group."""
+    """The samples of one assignment from first token to sealed group.
+
+    With `interrupt_as_prompt` only the tokens after a sample's last interruption train (mask 1): those before it were
+    made by weights that have since been replaced, and count as prompt. The reward is that of the whole response.
+    """
 
     def __init__(
-        self, assignment: Assignment, prompt_ids: Sequence[int], sampling: SamplingParams, max_response: int, seed: int
+        self,
+        assignment: Assignment,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_response: int,
+        seed: int,
+        *,
+        interrupt_as_prompt: bool = False,
     ) -> None:
         self.assignment = assignment
         self.prompt_ids = tuple(prompt_ids)
@@ -33,7 +45,11 @@ class GroupWork:
             PartialSample(sample=i, seed=sample_seed(seed, assignment, i), max_response=max_response)
             for i in range(assignment.n)
         ]
+        self.num_kept = assignment.keep or assignment.n
         self.unfinished = len(self.samples)
+        self.interrupt_as_prompt = interrupt_as_prompt
+        self._ended: list[int] = []
+        """Samples in the order in which they finished."""
 
     def request(self, instance: str, samples: Sequence[int]) -> GenerateRequest | None:
         """Ask `instance` to make or go on with these samples; None when every one of them has used up its budget."""
@@ -51,8 +67,13 @@ class GroupWork:
 
     def _next(self, sample: int, instance: str):
         request = self.samples[sample].next_request(instance)
-        self.unfinished -= request is None
+        if request is None:
+            self._note_end(sample)
         return request
+
+    def _note_end(self, sample: int) -> None:
+        self.unfinished -= 1
+        self._ended.append(sample)
 
     def add(self, chunk: TokenChunk, instance: str) -> tuple[bool, bool]:
         """(left, route): did the sample leave `instance`, and must it be routed again? A chunk from an instance that
@@ -60,8 +81,36 @@ class GroupWork:
         sample = self.samples[chunk.sample]
         if sample.finish or sample.instance != instance or not sample.add(chunk):
             return False, False
-        self.unfinished -= bool(sample.finish)
+        if sample.finish:
+            self._note_end(sample.sample)
         return True, not sample.finish
+
+    @property
+    def complete(self) -> bool:
+        """Enough samples have finished, those without a single token not counted, or there is nothing to wait for."""
+        return not self.unfinished or sum(bool(self.samples[i].token_ids) for i in self._ended) >= self.num_kept
+
+    def end_rest(self, finish: str) -> dict[str, int]:
+        """End all samples that have not finished, as they are; where they were, as `where`. Whatever still comes of them
+        is ignored."""
+        were = self.where()
+        for sample in self.samples:
+            if not sample.finish:
+                sample.finish, sample.instance = finish, ""
+                if finish == FINISH_TRUNCATED:
+                    self._ended.append(sample.sample)
+        self.unfinished = 0
+        return were
+
+    def kept(self) -> list[int]:
+        """The samples that count, in their own order: the first that finished, then the longest of those cut short; one
+        without a token only for want of others. `num_kept` of them once the group is complete."""
+
+        def rank(i: int) -> tuple[bool, bool, int]:
+            tokens, cut = len(self.samples[i].token_ids), self.samples[i].finish == FINISH_TRUNCATED
+            return tokens == 0, cut, -tokens if cut else 0
+
+        return sorted(sorted(self._ended, key=rank)[: self.num_kept])
 
     def lost(self, instance: str) -> list[int]:
         """`instance` is gone: the samples that must be routed again."""
@@ -83,7 +132,7 @@ class GroupWork:
         return [s.sample for s in self.samples if not s.instance and not s.finish]
 
     def group(self, scores: Sequence[Scored]) -> Group:
-        """The finished group, ready to be sealed."""
+        """The finished group, ready to be sealed; `scores` are those of the samples `kept`."""
         return Group(
             group=self.assignment.group,
             data_epoch=self.assignment.data_epoch,
@@ -97,17 +146,32 @@ class GroupWork:
                     reward=score.reward,
                     finish=s.finish,
                     spans=s.spans,
+                    mask=self._mask(s),
+                    metrics=dict(score.metrics),
                 )
-                for s, score in zip(self.samples, scores, strict=True)
+                for s, score in zip(self._kept_samples(), scores, strict=True)
             ],
         )
 
     def trainable_tokens(self, scores: Sequence[Scored]) -> list[int]:
-        """Prompt + response tokens of each sample; 0 for one that may not be trained (no reward, empty response)."""
+        """Prompt + response tokens of each kept sample; 0 for one that may not be trained (no reward, no token that
+        trains)."""
         return [
-            len(self.prompt_ids) + len(s.token_ids) if score.reward is not None and s.token_ids else 0
-            for s, score in zip(self.samples, scores, strict=True)
+            len(self.prompt_ids) + len(s.token_ids) if score.reward is not None and self._num_trainable(s) else 0
+            for s, score in zip(self._kept_samples(), scores, strict=True)
         ]
+
+    def _kept_samples(self) -> list[PartialSample]:
+        return [self.samples[i] for i in self.kept()]
+
+    def _num_trainable(self, sample: PartialSample) -> int:
+        return len(sample.token_ids) - (sample.newest_start if self.interrupt_as_prompt else 0)
+
+    def _mask(self, sample: PartialSample) -> bytes:
+        """Empty (all tokens train) unless some count as prompt."""
+        trained = self._num_trainable(sample)
+        as_prompt = len(sample.token_ids) - trained
+        return b"\x00" * as_prompt + b"\x01" * trained if as_prompt else b""
 
 
 def sample_seed(seed: int, assignment: Assignment, sample: int) -> int:

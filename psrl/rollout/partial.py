@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from psrl.protocol.generation import FINISH_LENGTH, FINISH_STOP, HANDED_BACK, SampleRequest, TokenChunk
+from psrl.protocol.generation import FINISH_ABORT, FINISH_LENGTH, FINISH_STOP, HANDED_BACK, SampleRequest, TokenChunk
 from psrl.protocol.samples import VersionSpan
 
 
@@ -22,6 +22,17 @@ class PartialSample:
     instance: str = ""
     request_start: int = 0
     """Tokens that existed when the current request was sent: chunk spans count from there."""
+    interrupted_at: int = 0
+    """Tokens that existed when a pull of new weights last interrupted it."""
+
+    @property
+    def newest_start(self) -> int:
+        """The first token after the last interruption: a pull that handed it back, or other weights that took over.
+
+        >>> PartialSample(0, 1, 9, token_ids=[7] * 5, spans=[VersionSpan(0, 3, 1), VersionSpan(3, 5, 2)]).newest_start
+        3
+        """
+        return max(self.interrupted_at, self.spans[-1].start if self.spans else 0)
 
     def next_request(self, instance: str) -> SampleRequest | None:
         """What to ask of `instance`: the *remaining* budget after the tokens that exist. None when nothing remains
@@ -61,6 +72,8 @@ class PartialSample:
             self.instance = ""
             return True
         if chunk.finish in HANDED_BACK:
+            if chunk.finish == FINISH_ABORT:
+                self.interrupted_at = len(self.token_ids)
             self.finish = FINISH_LENGTH if len(self.token_ids) >= self.max_response else ""
             self.instance = ""
             return True

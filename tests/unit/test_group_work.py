@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.unit
 @dataclass
 class Score:
     reward: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def work(n: int = 2, max_response: int = 4) -> GroupWork:

@@ -1,0 +1,96 @@
+"""From a complete group to sealed samples on disk, or to the reason why it cannot train."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from psrl.config.schema import Config
+from psrl.models.tokenizer import ChatTokenizer
+from psrl.protocol.control import GroupDone, GroupFailed
+from psrl.protocol.generation import FINISH_TRUNCATED
+from psrl.protocol.samples import SampleRef
+from psrl.rollout.group_filters import without_signal
+from psrl.rollout.group_work import GroupWork
+from psrl.rollout.sample_ends import FILTERED
+from psrl.rollout.scoring import ScoreResult, ScoringPool
+from psrl.rundir.layout import RunDir
+from psrl.rundir.segments import SegmentWriter
+from psrl.tasks.base import Answer
+from psrl.tasks.prepared import PreparedReader
+
+LEAST_TRAINABLE = 2
+"""Samples of a group that must be trainable: with fewer there is nothing to compare with."""
+
+
+def failure(work: GroupWork, results: Sequence[ScoreResult], metric: str | None) -> GroupFailed | None:
+    """Why this scored group cannot train, or (with a `metric`, see group_filters) is not worth it; None: it will.
+
+    A failed score is tried again with its whole group. A group that was cut short before it had two samples with a token
+    is dropped as an empty truncation."""
+    group = work.assignment.group
+    if failed := next((r for r in results if r.kind in ("error", "timeout")), None):
+        return GroupFailed(group=group, reason=failed.kind, detail=failed.error or "", retry=True)
+    trainable = [r for r, tokens in zip(results, work.trainable_tokens(results), strict=True) if tokens]
+    if len(trainable) < LEAST_TRAINABLE:
+        cut = any(work.samples[i].finish == FINISH_TRUNCATED for i in work.kept())
+        reason = "empty_truncation" if cut else "invalid_rewards"
+        detail = f"{len(trainable)} of {len(results)} samples have a reward and a token that trains"
+        return GroupFailed(group=group, reason=reason, detail=detail, retry=False)
+    if metric is not None and (why := without_signal(metric, trainable)):
+        return GroupFailed(group=group, reason=FILTERED, detail=why, retry=False)
+    return None
+
+
+class Finisher:
+    """Scores groups in the processes of a ScoringPool and appends them to this agent loop's segments."""
+
+    def __init__(
+        self, config: Config, run_dir: RunDir, name: str, prompts: PreparedReader, tokenizer: ChatTokenizer
+    ) -> None:
+        filtered = config.psrl.group_post_process.enable
+        self.metric = config.algorithm.filter_groups.metric if filtered else None
+        self.prompts, self.tokenizer = prompts, tokenizer
+        self.pool = ScoringPool.from_config(config)
+        self.writer = SegmentWriter(run_dir.samples, name)
+        self.segment_version = -1
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    async def score(self, work: GroupWork) -> list[ScoreResult] | GroupFailed:
+        """Reward the kept samples; a failure is reported, never trained as reward 0.
+
+        Raises RewardTypeError or MissingMetricError for a reward function that is wrong."""
+        prompt = self.prompts[work.assignment.prompt]
+        answers = [
+            Answer(
+                solution_str=self.tokenizer.decode(work.samples[i].token_ids),
+                data_source=prompt.data_source,
+                ground_truth=prompt.ground_truth,
+                extra_info=prompt.extra_info,
+            )
+            for i in work.kept()
+        ]
+        results = await self.pool.score(answers)
+        return failure(work, results, self.metric) or results
+
+    async def seal(self, batch: Sequence[tuple[GroupWork, list[ScoreResult]]]) -> list[GroupDone]:
+        """Append these groups, one fsync for all; they are on disk when it returns."""
+        newest = max(work.assignment.version for work, _ in batch)
+        if newest > self.segment_version:  # one segment a step, so that old ones can be deleted whole
+            self.segment_version = newest
+            self.writer.rotate()
+        sealed = [self._append(work, results) for work, results in batch]
+        await asyncio.to_thread(self.writer.sync)
+        return sealed
+
+    def _append(self, work: GroupWork, results: Sequence[ScoreResult]) -> GroupDone:
+        segment, offset, length, crc = self.writer.append(self._encode(work.group(results)))
+        rewards = [r.reward for r in results if r.reward is not None]
+        return GroupDone(
+            group=work.assignment.group,
+            ref=SampleRef(segment, offset, length, crc, work.trainable_tokens(results), len(work.prompt_ids)),
+            reward_mean=sum(rewards) / len(rewards),
+            response_tokens=sum(len(work.samples[i].token_ids) for i in work.kept()),
+        )
