@@ -51,6 +51,7 @@ class Membership(Joiners):
                 f"{self.draining.reason}; the step in hand was given up after {self.draining.grace_s:g} s",
             )
         self._check_last(now_s)
+        self.router.tidy(now_s)
         limit_s = self.settings.startup_timeout_s
         if not (lacking := self._lacking()):
             self.last_ready_s = now_s
@@ -141,6 +142,7 @@ class Membership(Joiners):
     def _agent_hello(self, name: str, state: c.AgentState, now_s: float) -> None:
         agent = self.placement.add_agent(name)
         held = {h.group: h for h in state.held}
+        self.waiting_routes.forget(name)  # it asks again for all that look for a place
         for group, open_group in list(self.placement.groups.items()):
             if group in held:
                 self.placement.claim(group, name, held[group].on)

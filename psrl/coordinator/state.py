@@ -56,7 +56,7 @@ class Settings:
     """A node that is lost is replaced and the run started again (a scheduler's job), so losing one is no failure."""
     attempt: str
     """The start of the run that this coordinator belongs to."""
-    placing: PlacingSettings = PlacingSettings()
+    placing: PlacingSettings = field(default_factory=PlacingSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
     kept_samples: int = 0
     """A group is complete with so many of its `samples_per_group`; 0: with all."""
@@ -152,6 +152,10 @@ class RunState:
     def _group_done(self, sender: str, done: c.GroupDone, now_s: float) -> None:
         self.finished_samples += len(done.ref.tokens)
         self.finished_tokens += done.response_tokens
+        if self.router.counts_budget and (open_group := self.placement.groups.get(done.group)):
+            prompt = open_group.position.prompt
+            source = self.facts(prompt).data_source
+            self.lengths.note(prompt=prompt, data_source=source, tokens=done.response_tokens, samples=len(done.ref.tokens))
         for record in self.staleness.occupy(done.group, done.ref, done.reward_mean, done.response_tokens):
             if isinstance(record, Release):
                 self.counters[record.reason] += 1

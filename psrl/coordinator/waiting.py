@@ -68,6 +68,11 @@ class WaitingQueue:
         heappush(self._heaps.setdefault(waiting.version, []), (self._rank(waiting), self._asked, waiting))
         self._by_time.setdefault(waiting.version, deque()).append(waiting)
 
+    def forget(self, agent: str) -> None:
+        """All that this agent loop asked for."""
+        for waiting in [w for w in self if w.agent == agent]:
+            self.remove(waiting)
+
     def remove(self, waiting: Waiting) -> None:
         if self._is_live(waiting):
             del self._live[waiting.group, waiting.sample]

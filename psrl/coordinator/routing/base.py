@@ -61,14 +61,14 @@ class Router(ABC):
         """An instance of `pools` with room for all of `work`; among equally good ones one of the earliest pool. None: no
         instance has the room, or (only if `work.may_wait`) waiting is better."""
 
-    def placed(self, view: InstanceView, work: Work) -> None:
+    def placed(self, view: InstanceView, work: Work) -> None:  # noqa: B027 - most methods remember nothing
         """`work` goes to `view`, by this method's choice or for another reason."""
 
-    def left_behind(self, view: InstanceView, work: Work) -> None:
+    def left_behind(self, view: InstanceView, work: Work) -> None:  # noqa: B027
         """`work` was at `view` until now, and its keys and values may still be cached there."""
 
-    def tidy(self, now_s: float) -> None:
-        """Called now and then."""
+    def tidy(self, now_s: float) -> None:  # noqa: B027
+        """Called every few moments: forget what is too much, if it is time."""
 
 
 def pool_of(view: InstanceView) -> Pool:
