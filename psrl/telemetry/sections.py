@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from psrl.telemetry import distribution_plots, plots
+from psrl.telemetry import distribution_plots, plots, population_plots
 from psrl.telemetry.figures import data_uri
+from psrl.telemetry.population import describe, run_population
 from psrl.telemetry.record import RunRecord
 from psrl.telemetry.timeline_plots import MAX_LANES, instance_time, timeline, whole_window, zoom_window
 
@@ -75,6 +76,14 @@ def build_sections(record: RunRecord, zero_s: float) -> list[Section]:
             [
                 Plot(lambda: distribution_plots.length_histogram(rows), "Histogram of response lengths"),
                 Plot(lambda: distribution_plots.lengths_over_steps(rows), "Response lengths over steps"),
+            ],
+        ),
+        (
+            "All that was launched",
+            describe(run_population(rows)),
+            [
+                Plot(lambda: population_plots.mean_lengths(rows), "Mean lengths of consumed and of all samples"),
+                Plot(lambda: population_plots.ends_by_kind(rows), "Samples by how they ended"),
             ],
         ),
         (

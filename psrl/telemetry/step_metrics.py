@@ -67,6 +67,7 @@ def step_metrics(
     row |= _spread("response_length", responses) | _spread("prompt_length", prompts)
     if trained:
         row["response_length/clip_ratio"] = float(np.mean([sample.finish == "length" for _, sample in trained]))
+        row["response_length/truncated_ratio"] = float(np.mean([sample.finish == "truncated" for _, sample in trained]))
         row["rollout/multi_version_ratio"] = float(np.mean([_versions(sample) > 1 for _, sample in trained]))
     row["response_length/hist"] = _histogram(length_bucket(int(length)) for length in responses)
     if lags:
@@ -76,6 +77,7 @@ def step_metrics(
     row["perf/total_num_tokens"] = tokens
     row["perf/time_per_step"] = step_s
     row["perf/throughput"] = tokens / step_s if step_s > 0 else None
+    row["rollout/consumed_tokens_per_s"] = float(responses.sum() / step_s) if step_s > 0 else None
     row |= {f"timing_s/{name}": seconds for name, seconds in timings.items()}
     return row | dict(extra or {})
 

@@ -19,6 +19,7 @@ from psrl.protocol.samples import Group
 from psrl.role import Role, run_role, start_role
 from psrl.rundir.segments import read_sample
 from psrl.telemetry.metrics import MetricsWriter
+from psrl.telemetry.population import population_metrics
 from psrl.telemetry.step_metrics import step_metrics
 from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, UPDATE, WAIT, Timeline
 from psrl.trainer import checkpoints
@@ -54,6 +55,8 @@ class Trainer:
         self.total_steps = config.trainer.total_training_steps
         self.checkpoint_version = self.version
         self.timings: dict[str, float] = {}
+        self.counters: dict[str, int] = {}
+        """The coordinator's, with the last buffer."""
         self.save_s = 0.0
 
     def _resume(self) -> int:
@@ -112,6 +115,8 @@ class Trainer:
             extra = result.metrics | {
                 f"rollout/{name}": count for name, count in buffer.counters.items() if "/prompt_" not in name
             }
+            extra |= population_metrics(self.counters, buffer.counters, self.timings["step"])
+            self.counters = buffer.counters
             self.metrics.write(step_metrics(groups, lags, self.timings, step=self.version, extra=extra))
         self.timings = {}
         if due:  # last: a complete checkpoint promises that the rows of all its steps are there
