@@ -43,6 +43,8 @@ class Coordinator(Dispatch, Upkeep):
 
     def advance(self, now_s: float) -> None:
         """Everything that can go on now does: pulls, waiting samples, new groups, the next buffer."""
+        if self.ended is None:
+            self._validate(now_s)
         if self.ended is not None:
             return
         self._look(now_s)
@@ -163,4 +165,6 @@ class Coordinator(Dispatch, Upkeep):
         c.Published: _published,
         c.CheckpointDone: _checkpoint_done,
         c.TrainerDone: Membership._trainer_done,
+        c.ValidationDone: Membership._validation_done,
+        c.ValidationFailed: Membership._validation_failed,
     }

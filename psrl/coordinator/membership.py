@@ -34,6 +34,8 @@ class Membership(Joiners):
                 cause,
                 len(held),
             )
+        elif name in self.validation.validators:
+            self.validation.lost(name, cause)
         elif name == self.trainer or name in self.supervisors:
             self.missing.setdefault(name, now_s + self.settings.missing_timeout_s)
 
@@ -95,6 +97,8 @@ class Membership(Joiners):
                 self._agent_hello(sender, state, now_s)
             case c.TrainerState() as state:
                 self._trainer_hello(sender, state)
+            case c.ValidatorState():
+                self.validation.here(sender)
             case c.SupervisorState(joined=True) as state:
                 self._joiner_hello(sender, state)
             case c.SupervisorState() as state:
@@ -176,6 +180,7 @@ class Membership(Joiners):
                 self._abort(group, "restart")
             self.waiting_routes.clear()
             self._apply_all(starts)
+            self.validation.restart(self.staleness.version)
             log.info(
                 "incarnation %d starts at version %d",
                 self.staleness.incarnation,
@@ -214,6 +219,8 @@ class Membership(Joiners):
         """A role that the run counts on has no restart left: without a trainer rank the run ends."""
         if down.role == "trainer":
             self.end("failed", f"{down.name} ended by {down.cause}")
+        elif down.role == "validator":
+            self.validation.gone_for_good(down.name)
         elif down.role in self.gone_for_good:
             self.gone_for_good[down.role][down.name] = down.cause
 
@@ -227,6 +234,9 @@ class Membership(Joiners):
     def _drain(self, sender: str, drain: c.Drain, now_s: float) -> None:
         if self.draining is not None:
             return
+        if self.training_done:  # it only waits for the last validation
+            self.end("completed", "")
+            return
         log.warning("draining: %s", drain.reason)
         self.draining, self.drained_by_s = drain, now_s + drain.grace_s
         if self.trainer:
@@ -238,4 +248,20 @@ class Membership(Joiners):
         if done.drained:
             self.end("interrupted", self.draining.reason if self.draining else "drained")
         else:
+            self.training_done = True
+            self.validation.finish(done.version, now_s)
+
+    # ---- validation ------------------------------------------------------------------------------------------
+
+    def _validation_done(self, sender: str, done: c.ValidationDone, now_s: float) -> None:
+        self.validation.done(sender, done, now_s)
+
+    def _validation_failed(self, sender: str, failed: c.ValidationFailed, now_s: float) -> None:
+        self.validation.failed(sender, failed)
+
+    def _validate(self, now_s: float) -> None:
+        """Begin a validation that is due; end the run once training and its last validation are done."""
+        newest = self.staleness.version if self.pullable_version >= self.staleness.version else -1
+        self.outbox += self.validation.look(newest, self.staleness.incarnation, now_s)
+        if self.training_done and self.validation.finished(now_s):
             self.end("completed", "")

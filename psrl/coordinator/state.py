@@ -26,6 +26,7 @@ from psrl.coordinator.stragglers import StragglerWatch
 from psrl.coordinator.sync.lagging import Lagging
 from psrl.coordinator.sync.select import make_sync
 from psrl.coordinator.sync.settings import SyncSettings
+from psrl.coordinator.validation import Validation, ValidationSettings
 from psrl.coordinator.waiting import WaitingQueue
 from psrl.protocol import control as c
 
@@ -69,6 +70,8 @@ class Settings:
     """Share of the buffer that must be filled before it happens."""
     migration: MigrationSettings | None = None
     """None: samples are not moved away from a busy instance."""
+    validation: ValidationSettings | None = None
+    """None: nothing is validated."""
 
 
 class RunState:
@@ -118,6 +121,9 @@ class RunState:
         self.sync_strategy = make_sync(settings.sync)
         self.lagging = Lagging()
         self.migrations = Migrations()
+        self.validation = Validation(settings.validation, self.counters)
+        self.training_done = False
+        """Nothing can fail the run any more; it may wait for the last validation."""
         self.looked_s = now_s - settings.sync.check_interval_s
         """When all instances were last looked at for sync and migration."""
         self.finished_samples = self.finished_tokens = 0
@@ -135,14 +141,17 @@ class RunState:
             self.placement.open(r.group, r.position, r.version)
 
     def end(self, status: str, cause: str) -> None:
-        """The run is over; every role is told. The first verdict counts."""
+        """The run is over; every role is told. The first verdict counts, and once training is done there is but one."""
         if self.ended is None:
+            if self.training_done:
+                status, cause = "completed", ""
             self.ended = c.Shutdown(status=status, cause=cause)
             for name in {
                 *self.placement.agents,
                 *self.placement.instances,
                 *self.supervisors,
                 *self.joined,
+                *self.validation.validators,
                 self.trainer,
             } - {""}:
                 self._say(name, self.ended)

@@ -1,19 +1,16 @@
 """Messages between the coordinator and every other role. One-way structs in both directions (an actor model):
 after a reconnect a role says Hello with all that it holds, so nothing depends on a reply that was lost."""
 
+# ruff: noqa: RUF012 (msgspec copies default lists and dicts for each message)
 from __future__ import annotations
 
-import msgspec
-
 from psrl.protocol.generation import EngineStats
+from psrl.protocol.message import Message
 from psrl.protocol.samples import SampleRef
+from psrl.protocol.validation import Validate, ValidationDone, ValidationFailed, ValidatorState
 
 JOINER = "join-"
 """What the name of everybody who joins a running run begins with."""
-
-
-class Message(msgspec.Struct, array_like=True, kw_only=True, tag=True):
-    """Base of every control message; the tag is the class name."""
 
 
 # ---- every role -> coordinator -------------------------------------------------------------------------------
@@ -30,7 +27,7 @@ class Hello(Message):
     """The sender's monotonic clock, seconds; comes back in Welcome for the clock offset."""
     attempt: str = ""
     """The start of the whole run that the sender belongs to; a joiner's own name."""
-    state: SupervisorState | InstanceState | AgentState | TrainerState | None = None
+    state: SupervisorState | InstanceState | AgentState | TrainerState | ValidatorState | None = None
 
 
 class SupervisorState(Message):
@@ -363,7 +360,9 @@ class Shutdown(Message):
 ToCoordinator = (
     Hello | Leaving | Fatal | ChildDown | Drain | Leave | InstanceStatus | PullStarted | Switching | PullDone | PullFailed | SampleMoves
     | RouteRequest | GroupDone | GroupFailed | SampleEnds | WantBuffer | Published | CheckpointDone | TrainerDone
+    | ValidationDone | ValidationFailed
 )  # fmt: skip
 FromCoordinator = (
     Welcome | Pull | HandBack | Retire | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | GroupTruncate | Buffer | DrainNow | Shutdown
+    | Validate
 )  # fmt: skip
