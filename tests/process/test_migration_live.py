@@ -38,7 +38,8 @@ def sealed_groups(run: Run) -> list[Group]:
     """Every sealed group, read as a trainer reads it."""
     refs = [record.ref for record in of(run.records(), Occupy)]
     return [
-        msgspec.msgpack.decode(read_sample(run.dir.samples, r.segment, r.offset, r.length, r.crc), type=Group) for r in refs
+        msgspec.msgpack.decode(read_sample(run.dir.samples, r.segment, r.offset, r.length, r.crc), type=Group)
+        for r in refs
     ]
 
 
