@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from psrl.config.routing_checks import BY_COST_MODEL
 from psrl.config.schema import Config
 from psrl.coordinator.placing import PlacingSettings, PromptFacts
 from psrl.coordinator.routing.base import Router
@@ -44,6 +45,12 @@ def make_router(config: Config) -> Router:
         case "cache_aware_v1":
             return CacheAwareV1(cache_settings(config))
     raise ValueError(f"psrl.rollout_coordination.routing_strategy.method={strategy.method} has no router")
+
+
+def check_cost_model(config: Config) -> None:
+    """Raises ConfigError if the cost model that routing needs is not there or lacks this run's parallelism."""
+    if config.psrl.rollout_coordination.routing_strategy.method in BY_COST_MODEL:
+        routing_cost_model(config)
 
 
 def routing_cost_model(config: Config) -> CostModel:

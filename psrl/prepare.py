@@ -16,6 +16,7 @@ from pathlib import Path
 from psrl.config.checks import check_data_size
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
+from psrl.configured_routing import check_cost_model
 from psrl.models.resolve import check_model, resolve_model
 from psrl.models.tokenizer import load_tokenizer
 from psrl.role import load_config, parse_config, setup_logging
@@ -47,6 +48,7 @@ def check_inputs(config: Config) -> Task:
     enough = config.psrl.staleness_buffer_entries
     check_data_size(config, sum(1 for _ in islice(task.items(), enough)), skipped=0)  # before anything slow
     check_model(config)
+    check_cost_model(config)
     check_scoring(config)
     return task
 

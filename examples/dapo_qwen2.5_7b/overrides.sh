@@ -31,6 +31,7 @@ overrides=(
   # An instance pulls new weights in the middle of a response; a response goes where it adds most tokens a second.
   psrl.rollout_coordination.partial_rollout.enable=true
   psrl.rollout_coordination.routing_strategy.method=throughput_optimal
+  psrl.rollout_coordination.routing_strategy.cost_model_path=qwen_7b
 
   train_actor_rollout_ref.actor.strategy=fsdp2
   train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576

@@ -9,17 +9,12 @@ from typing import Any
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.redundancy_checks import check_redundancy
+from psrl.config.routing_checks import check_routing, routing_warnings
 from psrl.config.schema import Config
 from psrl.config.sync_checks import check_sync, sync_warnings
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "psrl.ps_mode": ("auto", "nixl", "filesystem"),
-    "psrl.rollout_coordination.routing_strategy.method": (
-        "request_num_balance",
-        "round_robin",
-        "random",
-        "throughput_optimal",
-    ),
     "psrl.deployment.rollout_nnodes_per_instance": (1,),
     "model.dtype": ("float32", "bfloat16"),
     "gen_actor_rollout_ref.rollout.name": ("torch", "vllm"),
@@ -33,7 +28,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "data.truncation": ("skip", "error"),
 }
 NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
-    ("psrl.rollout_coordination.routing_strategy.method", "throughput_optimal"): "request_num_balance",
     ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
     ("train_actor_rollout_ref.actor.strategy", "megatron"): "fsdp2",
 }
@@ -43,7 +37,6 @@ AT_LEAST: dict[str, float] = {
     "psrl.staleness_buffer_entries": 1,
     "psrl.rollout_n": 1,
     "psrl.max_group_retries": 0,
-    "psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance": 1,
     "psrl.status_collection.engine_sync_interval_in_ms": 1,
     "psrl.status_collection.coordinator_sync_interval_in_ms": 1,
     "psrl.deployment.n_rollout_instances": 1,
@@ -108,6 +101,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     version lacks is a warning."""
     values = flatten(_as_dict(config))
     _check_values(values)
+    check_routing(config)
     _check_combinations(config)
     check_sync(config)
     redundancy = check_redundancy(config)
@@ -118,7 +112,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     ]
     if lacking and not only_planned:
         raise ConfigError(lacking[0])
-    return [*lacking, *_warnings(config), *sync_warnings(config), *redundancy]
+    return [*lacking, *_warnings(config), *sync_warnings(config), *routing_warnings(config), *redundancy]
 
 
 def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:

@@ -134,7 +134,11 @@ def _check_inputs(members: Sequence[Member]) -> None:
     checked: list[dict[str, Any]] = []
     for member in members:
         tree = OmegaConf.to_container(OmegaConf.structured(member.config))
-        part = {key: tree[key] for key in ("data", "reward", "model")} | {"B": tree["psrl"]["staleness_buffer_entries"]}  # type: ignore[index, call-overload]
+        psrl = tree["psrl"]  # type: ignore[index, call-overload]
+        part = {key: tree[key] for key in ("data", "reward", "model")} | {  # type: ignore[index, call-overload]
+            "B": psrl["staleness_buffer_entries"],
+            "routing": psrl["rollout_coordination"]["routing_strategy"],
+        }
         if part in checked:
             continue
         checked.append(part)
