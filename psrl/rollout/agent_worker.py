@@ -182,7 +182,7 @@ class AgentLoop:
         connection = self.connections.get(instance)
         if connection is None:
             self.link.send(c.SampleMoves(left=[(group, instance, len(samples))]))
-            self.link.send(c.RouteRequest(samples=[(group, sample) for sample in samples]))
+            self._ask([(group, sample) for sample in samples])
         else:
             request = work.request(instance, samples)
             if request is not None:
@@ -190,6 +190,11 @@ class AgentLoop:
             if unwanted := len(samples) - (len(request.samples) if request is not None else 0):
                 self.link.send(c.SampleMoves(left=[(group, instance, unwanted)]))
                 self._advance(work)
+
+    def _ask(self, samples: list[tuple[int, int]], reason: str = "", instance: str = "") -> None:
+        """Where shall these (group, sample) pairs go on, all of which were at `instance`?"""
+        tokens = [len(self.held[group].work.samples[sample].token_ids) for group, sample in samples]
+        self.link.send(c.RouteRequest(samples=samples, reason=reason, instance=instance, tokens=tokens))
 
     def _routed(self, routed: c.Routed) -> None:
         by_target: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -206,7 +211,7 @@ class AgentLoop:
             (group, sample) for group, held in self.held.items() if held.done is None for sample in held.work.looking()
         ]
         if looking:
-            self.link.send(c.RouteRequest(samples=looking))
+            self._ask(looking)
 
     def _drop(self, groups: Sequence[int], outcome: str) -> None:
         for group in groups:
@@ -316,7 +321,7 @@ class AgentLoop:
                 tokens,
             )
             self.link.send(c.SampleMoves(left=moves))
-            self.link.send(c.RouteRequest(samples=routes))
+            self._ask(routes)
 
     def _chunks(self, instance: str, message: TokenChunks) -> None:
         left: Counter[int] = Counter()
@@ -341,7 +346,7 @@ class AgentLoop:
         for work in finished.values():
             self._advance(work)
         for reason, samples in routes.items():
-            self.link.send(c.RouteRequest(samples=samples, reason=reason))
+            self._ask(samples, reason, instance)
         if refused:
             log.info(
                 "%s refused %d samples: they go on elsewhere with their %d tokens", instance, len(refused), sum(refused)

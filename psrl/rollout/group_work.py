@@ -52,8 +52,10 @@ class GroupWork:
         """Samples in the order in which they finished."""
 
     def request(self, instance: str, samples: Sequence[int]) -> GenerateRequest | None:
-        """Ask `instance` to make or go on with these samples; None when every one of them has used up its budget."""
-        wanted = [r for i in samples if not self.samples[i].finish and (r := self._next(i, instance))]
+        """Ask `instance` to make or go on with these samples; None when every one of them has used up its budget. One that
+        has ended or is being made somewhere else, because two answers crossed, is left out."""
+        looking = [i for i in samples if not self.samples[i].finish and not self.samples[i].instance]
+        wanted = [r for i in looking if (r := self._next(i, instance))]
         if not wanted:
             return None
         return GenerateRequest(

@@ -65,6 +65,14 @@ def test_chunks_of_an_instance_that_a_sample_has_left_are_ignored() -> None:
     assert group.samples[0].token_ids == []
 
 
+def test_a_sample_that_is_being_made_is_not_asked_for_elsewhere() -> None:
+    group = work(n=2)
+    group.request("r0", [0])
+    request = group.request("r1", [0, 1])
+    assert request is not None and [s.sample for s in request.samples] == [1]
+    assert group.request("r1", [0]) is None and group.where() == {"r0": 1, "r1": 1}
+
+
 def test_an_abort_at_the_end_of_the_budget_is_the_length_limit() -> None:
     group = work(n=1)
     group.request("r0", [0])
