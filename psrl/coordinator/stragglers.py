@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from psrl.coordinator.staleness import Staleness
 
-RETRY, TRUNCATE = "retry", "truncate"
+RETRY = "retry"
 
 
 class StragglerWatch:
     """`threshold`: share of the buffer that must be filled, in (0, 1); `method` None never acts."""
 
-    __slots__ = ("_asked", "_buffer", "_limit", "method", "threshold")
+    __slots__ = ("_asked", "_buffer", "_limit", "_retried", "method", "threshold")
 
     def __init__(self, method: str | None, threshold: float | None) -> None:
         self.method = method
@@ -24,6 +24,7 @@ class StragglerWatch:
         self._buffer = (-1, -1)
         self._limit = 0
         self._asked: set[int] = set()
+        self._retried = 0
 
     def choose(self, state: Staleness, wanted_buffer: int) -> list[int]:
         """Groups to act on now, the oldest first; `wanted_buffer` is what the trainer waits for, -1 if nothing."""
@@ -33,8 +34,10 @@ class StragglerWatch:
             return []
         if self._buffer != (state.incarnation, buffer):
             self._buffer, self._limit = (state.incarnation, buffer), state.next_group
-        self._asked = {group for group in self._asked if state.is_open(group)}
-        hurrying = len(self._asked) if self.method == TRUNCATE else sum(r.protected for r in state.open_groups())
+            self._asked = {group for group in self._asked if state.is_open(group)}
+            self._retried = 0
+        # Whoever was truncated is about to fill a place, or is gone for good; whoever is made again will come later.
+        hurrying = self._retried if self.method == RETRY else sum(state.is_open(group) for group in self._asked)
         free = [
             r.group
             for r in state.open_groups()
@@ -42,4 +45,5 @@ class StragglerWatch:
         ]
         chosen = free[: max(0, capacity - filled - hurrying)]
         self._asked.update(chosen)
+        self._retried += len(chosen)
         return chosen
