@@ -10,13 +10,16 @@ class PartialRolloutConfig:
     enable: bool = True
     """A weight pull interrupts generation at the version boundary; tokens and log-probs are kept, the request goes on."""
     interrupt_as_prompt: bool = False
-    """Tokens made before an interruption count as prompt from then on: their loss mask is 0, only what newer weights made trains."""
+    """Tokens made before an interruption count as prompt from then on: their loss mask is 0. What trains are the tokens after
+    the last pull that interrupted the sample or the last change of weights, whichever is later; a sample of which nothing
+    is left counts as empty. Rewards see the whole response. Needs partial_rollout.enable."""
 
 
 @dataclass
 class RedundantRolloutConfig:
     enable: bool = False
-    """Launch more groups, or more samples a group, than are trained; keep those that finish first and abort the rest."""
+    """Launch more groups, or more samples a group, than are trained; keep those that finish first and abort the rest. A
+    prompt whose group was aborted comes again, and then keeps its place."""
     alg_global_batch_size: int | None = None
     """Groups a step that train; null: psrl.staleness_buffer_entries, which it must equal."""
     redundant_global_batch_size: int | None = None
@@ -124,8 +127,10 @@ class SyncAndMigStrategyConfig:
 @dataclass
 class ProactiveFilterConfig:
     method: str | None = None
-    """What happens to a group that alone holds up the trainer's buffer: null (wait) | retry (abort it, its prompt returns) |
-    truncate (end its unfinished samples where they are)."""
+    """What happens to the oldest groups while the trainer waits for its buffer, as many as it lacks: null (nothing) | retry
+    (abort them, their prompts return and are then left alone; helps against a slow instance, not against a long answer,
+    which the same seed draws again) | truncate (end their unfinished samples where they are; one that leaves fewer than two
+    samples with a token is dropped and counted as empty_truncation)."""
     threshold: float | None = None
     """Share of the buffer, in (0, 1), that must be filled before it acts; at most once a group."""
 
@@ -150,6 +155,8 @@ class GroupPostProcessConfig:
 @dataclass
 class FilterGroupsConfig:
     metric: str = "seq_reward"
-    """What must differ within a group: seq_reward, or a key that the reward function returns beside the score."""
+    """What must differ within a group: seq_reward (or score), or a key that the reward function returns beside the score, in a
+    mapping such as {"score": 0.7, "acc": 1.0}."""
     max_num_gen_batches: int = 10
-    """The run ends with an error after more than this many buffers' worth of groups was dropped in a row."""
+    """The run ends with an error once more than this many buffers' worth of groups was dropped without one that was kept
+    in between."""

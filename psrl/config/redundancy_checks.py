@@ -45,7 +45,8 @@ def _check_redundant(config: Config) -> list[str]:
                 f"{REDUNDANT}.{redundant}={sizes[redundant]} is refused: fewer would be launched than train "
                 f"({key}={trained[key]}); give at least as many."
             )
-    launched, limit = redundant_sizes(config), p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance
+    launched = redundant_sizes(config)
+    limit = p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance
     if asked.enable and launched.launched_samples > limit:
         raise ConfigError(
             f"{REDUNDANT}.redundant_rollout_n={launched.launched_samples} is more than psrl.rollout_coordination."

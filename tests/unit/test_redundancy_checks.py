@@ -52,6 +52,7 @@ def test_sizes_are_resolved_once(overrides: list[str], sizes: tuple[int, int, in
             [ON, f"{R}.redundant_rollout_n=9", "psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance=8"],
             ["redundant_rollout_n=9", "max_concurrent_seqs_per_instance=8"],
         ),
+        ([ON, f"{R}.redundant_rollout_n=9", "gen_actor_rollout_ref.rollout.max_num_seqs=8"], ["9 samples", "max_num_seqs=8"]),
         ([f"{PARTIAL}.enable=False", f"{PARTIAL}.interrupt_as_prompt=True"], ["interrupt_as_prompt=True", "enable=True"]),
         (["psrl.group_post_process.name=best"], ["psrl.group_post_process.name=best", "dynamic_sampling_filter"]),
         (["psrl.group_post_process.enable=True", "algorithm.filter_groups.metric=''"], ["algorithm.filter_groups.metric", "seq_reward"]),
