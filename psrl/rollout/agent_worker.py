@@ -182,7 +182,8 @@ class AgentLoop:
         connection = self.connections.get(instance)
         if connection is None:
             self.link.send(c.SampleMoves(left=[(group, instance, len(samples))]))
-            self._ask([(group, sample) for sample in samples])
+            if unfinished := [(group, sample) for sample in samples if not work.samples[sample].finish]:
+                self._ask(unfinished)
         else:
             request = work.request(instance, samples)
             if request is not None:

@@ -6,7 +6,7 @@ advantage anywhere, so it is dropped and replaced before it takes a place in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 REWARD_NAMES = ("seq_reward", "score")
@@ -19,7 +19,7 @@ class MissingMetricError(Exception):
 
 class Scored(Protocol):
     reward: float | None
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
 
 
 def without_signal(metric: str, scores: Sequence[Scored]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ class Scored(Protocol):
     """What scoring says of one sample; `reward` is None when there is none."""
 
     reward: float | None
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
 
 
 class GroupWork:

@@ -91,7 +91,8 @@ def population_metrics(before: Mapping[str, int], now: Mapping[str, int], step_s
 
 def run_population(rows: Sequence[Row]) -> Population:
     """What ended in the whole run, from the counters in its rows."""
-    total, before = Population({}), {}
+    total = Population({})
+    before: Row = {}
     for row in rows:
         now = {name.removeprefix("rollout/"): value for name, value in row.items() if name.startswith("rollout/")}
         total, before = total + population_between(before, now), now

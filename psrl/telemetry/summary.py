@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from psrl.telemetry.metrics import STEP_KEY, TIME_KEY, Row, number
+from psrl.telemetry.population import CENSORED, COMPLETE, run_population
 from psrl.telemetry.timeline import BUSY, CHECKPOINT, PULL, PUSH, READ, SWITCH, UPDATE, Span, busy_fraction
 from psrl.telemetry.timeline_read import Track, by_name, training_windows
 
@@ -60,11 +61,26 @@ def summarise(
         "step_s_mean": _mean(step_s),
         "tokens_per_s": _rate(tokens, step_s),
         "samples_per_s": _rate(samples, step_s),
+        **_population(rows, step_s),
         "rollout_busy_fraction": _mean_busy(instances, windows, (BUSY,)),
         "train_busy_fraction": _mean_busy(by_name(tracks, "trainer"), windows, TRAIN_BUSY),
         "pull_s_mean": _mean_seconds(instances, PULL),
         "pause_s_mean": _mean_seconds(instances, SWITCH),
         "transport": transport,
+    }
+
+
+def _population(rows: Sequence[Row], step_s: Sequence[float]) -> dict[str, float | None]:
+    """Response tokens consumed a second, and mean lengths of what was consumed and of what was launched."""
+    population = run_population(rows)
+    figures = population.figures()
+    consumed, ended = population.of("consumed"), population.of(*COMPLETE, *CENSORED)
+    return {
+        "consumed_tokens_per_s": _rate([consumed.tokens], step_s) if consumed.count else None,
+        "length_consumed": figures.get("consumed"),
+        "length_complete": figures.get("complete"),
+        "length_at_least": figures.get("at_least"),
+        "censored_ratio": population.of(*CENSORED).count / ended.count if ended.count else None,
     }
 
 

@@ -17,6 +17,7 @@ from psrl.telemetry.population import (
     run_population,
 )
 from psrl.telemetry.population_plots import ends_by_kind, mean_lengths
+from psrl.telemetry.summary import summarise
 
 pytestmark = pytest.mark.unit
 
@@ -59,6 +60,13 @@ def test_a_new_coordinator_begins_to_count_anew() -> None:
     population = run_population(rows)
     assert population.of("consumed") == Ends(12, 160)
     assert population.of(*CENSORED) == Ends(5, 160)
+
+
+def test_the_summary_sets_consumed_against_launched() -> None:
+    row = {"training/global_step": 1, "timing_s/step": 4.0}
+    got = summarise([row | {f"rollout/{name}": value for name, value in SECOND.items()}], [])
+    names = ("consumed_tokens_per_s", "length_consumed", "length_complete", "length_at_least", "censored_ratio")
+    assert [got[name] for name in names] == [30.0, 15.0, pytest.approx(150 / 9), pytest.approx(250 / 12), 0.25]
 
 
 def test_it_is_said_in_words_and_drawn() -> None:
