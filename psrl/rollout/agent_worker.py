@@ -17,8 +17,6 @@ import numpy as np
 
 from psrl.models.resolve import run_model
 from psrl.models.tokenizer import load_tokenizer
-from psrl.net.client import AsyncClient, Client
-from psrl.net.limits import new_context, raise_descriptor_limit
 from psrl.net.link import AsyncCoordinatorLink, CoordinatorGoneError
 from psrl.protocol import control as c
 from psrl.protocol.generation import (
@@ -30,18 +28,15 @@ from psrl.protocol.generation import (
     TokenChunks,
 )
 from psrl.role import Role, run_role, start_role
+from psrl.rollout.connections import Connections
 from psrl.rollout.finish import Finisher
 from psrl.rollout.group_filters import MissingMetricError
 from psrl.rollout.group_work import GroupWork
 from psrl.rollout.sample_ends import CONSUMED, FAILED, FILTERED, REDUNDANT, RETURNED, group_ends
 from psrl.rollout.scoring import RewardTypeError, ScoreResult
-from psrl.rundir.keys import load_keys
 from psrl.tasks.prepared import PreparedReader
 
 log = logging.getLogger("psrl.agent_loop")
-
-SOCKETS = 60_000
-"""For the connections with instances, three each; how many of them may join, the coordinator decides."""
 
 
 @dataclass(slots=True)
@@ -54,22 +49,12 @@ class Held:
     """All samples are there: their rewards are being computed, or are."""
 
 
-@dataclass(slots=True)
-class Connection:
-    """An instance as seen from here."""
-
-    endpoint: str
-    client: AsyncClient
-    task: asyncio.Task[None]
-
-
 class AgentLoop:
     """Single-turn agent loop. One event loop; a group is a few callbacks and one coroutine that scores it."""
 
     def __init__(self, role: Role) -> None:
         config = role.config
         self.role = role
-        self.keys = load_keys(role.run_dir)
         self.prompts = PreparedReader(role.run_dir.data / "prompts.bin")
         model = run_model(role.run_dir)
         self.finisher = Finisher(config, role.run_dir, role.name, self.prompts, load_tokenizer(model.path))
@@ -85,9 +70,7 @@ class AgentLoop:
             role.run_dir, "agent_loop", role.name, self._state, config.psrl.fault_tolerance
         )
         self.held: dict[int, Held] = {}
-        self.connections: dict[str, Connection] = {}
-        raise_descriptor_limit(3 * config.psrl.deployment.n_rollout_instances)
-        self.context = new_context(SOCKETS)
+        self.connections = Connections(role, self._spawn, self._chunks, self._lose)
         self.to_seal: asyncio.Queue[tuple[GroupWork, list[ScoreResult]]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[str] | None = None
@@ -149,7 +132,7 @@ class AgentLoop:
                     case c.GroupTruncate():
                         self._truncate(message.groups)
                     case c.Instances():
-                        self._know_instances(message.instances)
+                        self.connections.know(message.instances)
                     case c.Welcome():
                         self._ask_again()
                     case c.Retire():
@@ -179,15 +162,14 @@ class AgentLoop:
     def _request(self, work: GroupWork, instance: str, samples: Sequence[int]) -> None:
         """Send samples to an instance; if it is gone by now, ask for another."""
         group = work.assignment.group
-        connection = self.connections.get(instance)
-        if connection is None:
+        if not self.connections.has(instance):
             self.link.send(c.SampleMoves(left=[(group, instance, len(samples))]))
             if unfinished := [(group, sample) for sample in samples if not work.samples[sample].finish]:
                 self._ask(unfinished)
         else:
             request = work.request(instance, samples)
             if request is not None:
-                connection.client.send(request)
+                self.connections.send(instance, request)
             if unwanted := len(samples) - (len(request.samples) if request is not None else 0):
                 self.link.send(c.SampleMoves(left=[(group, instance, unwanted)]))
                 self._advance(work)
@@ -238,8 +220,7 @@ class AgentLoop:
 
     def _stop_at(self, group: int, instances: Iterable[str]) -> None:
         for instance in instances:
-            if connection := self.connections.get(instance):
-                connection.client.send(AbortRequest((group,)))
+            self.connections.send(instance, AbortRequest((group,)))
 
     def _advance(self, work: GroupWork) -> None:
         """Score a group as soon as enough of its samples have finished; the others are not waited for."""
@@ -255,56 +236,8 @@ class AgentLoop:
 
     # ---- instances -------------------------------------------------------------------------------------------
 
-    def _know_instances(self, instances: Sequence[c.InstanceInfo]) -> None:
-        """Connect with the living. One that is not listed left while this agent loop had no coordinator, or has not said
-        hello to a new one yet: the connection tells which."""
-        for name in self.connections.keys() - {info.name for info in instances}:
-            if not self.connections[name].client.client.established:
-                self._lose(name)
-        for info in instances:
-            known = self.connections.get(info.name)
-            if known is not None and (not info.alive or known.endpoint != info.endpoint):
-                self._lose(info.name)
-                known = None
-            if known is None and info.alive:
-                self._connect(info)
-
-    def _connect(self, info: c.InstanceInfo) -> None:
-        limits = self.role.config.psrl.fault_tolerance
-        client = AsyncClient(
-            Client(
-                self.keys,
-                TokenChunks,
-                name=self.role.name,
-                heartbeat_interval_s=limits.heartbeat_interval_s,
-                heartbeat_timeout_s=limits.heartbeat_timeout_s,
-                context=self.context,
-            )
-        )
-        client.connect(info.endpoint)
-        self.connections[info.name] = Connection(info.endpoint, client, self._spawn(self._hear_instance(info, client)))
-
-    async def _hear_instance(self, info: c.InstanceInfo, client: AsyncClient) -> None:
-        """Until the connection is lost. Whether the instance itself is gone only the coordinator says; until then a new
-        connection is tried, so that what is routed there meanwhile finds either it or, with that word, another place."""
-        longest_silence_s = self.role.config.psrl.fault_tolerance.heartbeat_timeout_s
-        while client.client.broken is None and client.client.server_silent_s() <= longest_silence_s:
-            for message in await client.recv(1.0):
-                self._chunks(info.name, message)
-        log.info(
-            "connection to %s: %s", info.name, client.client.broken or client.client.trouble or "it does not answer"
-        )
-        self._lose(info.name)
-        self._connect(info)
-
     def _lose(self, name: str) -> None:
         """An instance is gone: keep what it streamed, make the rest elsewhere."""
-        connection = self.connections.pop(name, None)
-        if connection is None:
-            return
-        connection.client.close(0.0)
-        if connection.task is not asyncio.current_task():
-            connection.task.cancel()
         moves: list[tuple[int, str, int]] = []
         routes: list[tuple[int, int]] = []
         tokens = 0

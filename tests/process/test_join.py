@@ -17,7 +17,7 @@ from psrl.net.client import Client
 from psrl.net.limits import new_context
 from psrl.net.server import Server
 from psrl.protocol.generation import GenerateRequest, TokenChunks
-from psrl.rollout.agent_worker import SOCKETS
+from psrl.rollout.connections import SOCKETS
 from psrl.rundir.keys import new_keys
 from psrl.telemetry.timeline_read import read_timeline
 
