@@ -15,6 +15,7 @@ class Share:
     name: str
     ranks: range = range(0)
     instances: range = range(0)
+    validators: range = range(0)
     agent_loops: range = range(0)
 
     @property
@@ -24,8 +25,12 @@ class Share:
 
 
 def instances_per_node(deployment: DeploymentConfig) -> int:
-    """Instances of one rollout node; every rollout node has the same number."""
-    return deployment.n_rollout_instances // rollout_nodes(deployment)
+    """Instances of one rollout node, those that validate included; every rollout node has the same number."""
+    return _instances(deployment) // rollout_nodes(deployment)
+
+
+def _instances(deployment: DeploymentConfig) -> int:
+    return deployment.n_rollout_instances + deployment.n_validate_instances
 
 
 def rollout_nodes(deployment: DeploymentConfig) -> int:
@@ -40,12 +45,14 @@ def rollout_nodes(deployment: DeploymentConfig) -> int:
             f"psrl.deployment.rollout_ngpus_per_node_per_instance={each} does not divide "
             f"psrl.deployment.rollout_ngpus_per_node={room}: choose a divisor, so that no GPU of a rollout node stays idle."
         )
-    instances = deployment.n_rollout_instances
+    instances, validators = _instances(deployment), deployment.n_validate_instances
     nodes = -(-instances // (room // each))
     if instances % nodes:
+        with_validators = f" with n_validate_instances={validators}" if validators else ""
+        fewer, more = instances - instances % (room // each), nodes * (room // each)
         raise ConfigError(
-            f"psrl.deployment.n_rollout_instances={instances} does not divide over {nodes} rollout nodes of {room // each} "
-            f"instances: use {instances - instances % (room // each)} or {nodes * (room // each)} instances, or another "
+            f"psrl.deployment.n_rollout_instances={deployment.n_rollout_instances}{with_validators} does not divide over {nodes} rollout "
+            f"nodes of {room // each} instances: use {fewer} or {more} instances{' in all' if validators else ''}, or another "
             "psrl.deployment.rollout_ngpus_per_node."
         )
     return nodes
@@ -60,12 +67,18 @@ def trainer_shares(deployment: DeploymentConfig) -> list[Share]:
 
 
 def rollout_shares(deployment: DeploymentConfig) -> list[Share]:
-    """One share a rollout node."""
-    n, loops = instances_per_node(deployment), deployment.n_agent_loops
+    """One share a rollout node; instances that validate take the last places of the last nodes.
+
+    >>> d = DeploymentConfig(n_rollout_instances=3, n_validate_instances=1, rollout_ngpus_per_node=2)
+    >>> [(s.instances, s.validators) for s in rollout_shares(d)]
+    [(range(0, 2), range(0, 0)), (range(2, 3), range(0, 1))]
+    """
+    n, loops, rollouts = instances_per_node(deployment), deployment.n_agent_loops, deployment.n_rollout_instances
     return [
         Share(
             f"rollout-node-{node}",
-            instances=range(node * n, (node + 1) * n),
+            instances=range(min(node * n, rollouts), min((node + 1) * n, rollouts)),
+            validators=range(max(node * n - rollouts, 0), max((node + 1) * n - rollouts, 0)),
             agent_loops=range(node * loops, (node + 1) * loops),
         )
         for node in range(rollout_nodes(deployment))
@@ -103,6 +116,7 @@ def _merged(name: str, shares: list[Share]) -> Share:
         name,
         joined([s.ranks for s in shares]),
         joined([s.instances for s in shares]),
+        joined([s.validators for s in shares]),
         joined([s.agent_loops for s in shares]),
     )
 

@@ -26,6 +26,7 @@ from psrl.supervisor.process import die_with_parent
 from psrl.tasks.base import Task
 from psrl.tasks.prepare import prepare
 from psrl.tasks.registry import build_task, task_spec
+from psrl.tasks.validation import VALIDATION_PROMPTS, training_task, validates, validation_task
 from psrl.weights.channel.select import settle_mode
 
 PROMPTS = "prompts.bin"
@@ -40,13 +41,20 @@ def prepare_run(run_dir: RunDir) -> None:
     model = resolve_model(config, run_dir)
     stats = prepare(config, task, load_tokenizer(model.path), run_dir.data / PROMPTS)
     check_data_size(config, stats.kept, stats.skipped)
+    if validates(config):
+        prepare(config, validation_task(config), load_tokenizer(model.path), run_dir.data / VALIDATION_PROMPTS)
 
 
 def check_inputs(config: Config) -> Task:
     """The task, if its data fills a buffer, its rewards can be computed and the model is there. ConfigError if not."""
-    task = build_task(task_spec(config))
+    task = training_task(config, build_task(task_spec(config)))
     enough = config.psrl.staleness_buffer_entries
-    check_data_size(config, sum(1 for _ in islice(task.items(), enough)), skipped=0)  # before anything slow
+    found = sum(1 for _ in islice(task.items(), enough))
+    if validates(config) and not found:
+        raise ConfigError(
+            f"data.val_max_samples={config.data.val_max_samples} holds out every prompt that the task has: lower it, so that some are left to train on."
+        )
+    check_data_size(config, found, skipped=0)  # before anything slow
     check_model(config)
     check_cost_model(config)
     check_scoring(config)

@@ -12,6 +12,7 @@ from psrl.config.redundancy_checks import check_redundancy
 from psrl.config.routing_checks import check_routing, routing_warnings
 from psrl.config.schema import Config
 from psrl.config.sync_checks import check_sync, sync_warnings
+from psrl.config.validation_checks import check_validation
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "psrl.ps_mode": ("auto", "nixl", "filesystem"),
@@ -104,6 +105,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     check_routing(config)
     _check_combinations(config)
     check_sync(config)
+    check_validation(config)
     redundancy = check_redundancy(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."

@@ -32,6 +32,8 @@ class LogProbConfig:
 class DeploymentConfig:
     n_rollout_instances: int = 2
     """Rollout instances, each with an engine of its own."""
+    n_validate_instances: int = 0
+    """Instances that do nothing but validate, beside the others on the rollout nodes; trainer.test_freq needs at least one."""
     rollout_nnodes_per_instance: int = 1
     """Nodes that one instance spans; 1: an instance lives on one node."""
     rollout_ngpus_per_node_per_instance: int = 1
@@ -161,6 +163,10 @@ class ReasoningGymConfig:
 class DataConfig:
     train_files: str | None = None
     """A parquet or jsonl file in verl's columns: prompt (chat messages), data_source, reward_model.ground_truth."""
+    val_files: str | None = None
+    """A file as train_files, for validation; null with a generated task: a part of it that training never sees."""
+    val_max_samples: int = 128
+    """Most validation prompts; a generated task holds so many different ones out of training. Below 0: all."""
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     task: str | None = None
     """A built-in synthetic task (digit_sum, longtail_count) or your own as `module:object`; null when another source is used."""
@@ -195,6 +201,18 @@ class RewardConfig:
 
 
 @dataclass
+class ValKwargs:
+    n: int = 1
+    """Answers to each validation prompt."""
+    temperature: float = 0.0
+    """Sampling temperature of validation; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 switches it off."""
+    top_k: int = -1
+    """Sample among the k most likely tokens; -1 switches it off."""
+
+
+@dataclass
 class RolloutEngineConfig:
     name: str = "torch"
     """Engine: torch (embedded) | vllm (not in this version)."""
@@ -204,6 +222,7 @@ class RolloutEngineConfig:
     """Nucleus sampling; 1 switches it off."""
     top_k: int = -1
     """Sample among the k most likely tokens; -1 switches it off."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     ignore_eos: bool = False
     """Go on to the length limit whatever is sampled (benchmarks)."""
     dtype: str | None = None
@@ -297,6 +316,14 @@ class TrainerConfig:
     """Optimizer buffers to train; null: as total_epochs gives."""
     total_epochs: int | None = None
     """Passes over the data; null with total_training_steps set: as many as are needed."""
+    test_freq: int = -1
+    """Versions from one validation to the next, and one more at the end; 0 or less: no validation. Version v is validated
+    while training goes on (`validation.jsonl`); if it is due while the validation instances are busy or not there yet, the
+    version that is newest afterwards takes its place."""
+    val_before_train: bool = True
+    """With test_freq: the initial weights are validated too."""
+    val_timeout_s: float = 600.0
+    """A validation that takes longer is given up, and the end of the run waits no longer than this for the last one."""
     save_freq: int = 20
     """Steps between checkpoints; the last step always writes one. 0 or less: only the last."""
     keep_last: int = 2

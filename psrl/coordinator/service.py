@@ -15,6 +15,7 @@ from psrl.config.redundancy import redundant_sizes
 from psrl.config.schema import Config
 from psrl.configured_routing import make_placing, make_router, prompt_facts
 from psrl.configured_sync import migration_settings, sync_settings
+from psrl.configured_validation import append_validations, validation_settings
 from psrl.coordinator.core import Coordinator, Settings
 from psrl.coordinator.ledger import Ledger
 from psrl.coordinator.prompts import PromptSource, steps_in_data
@@ -134,6 +135,9 @@ class Service:
         for name, message in outbox:
             if (peer := self.peers.get(name)) is not None:
                 self.server.send(peer, message)
+        if rows := self.core.validation.rows:
+            append_validations(self.role.run_dir, rows)
+            rows.clear()
         self._clean_up(records)
 
     def _clean_up(self, records: list[AnyRecord]) -> None:
@@ -187,7 +191,8 @@ def previous_port(role: Role) -> int | None:
 def expected_peers(config: Config) -> int:
     """Connections to expect, with room for as many again that join later."""
     d = config.psrl.deployment
-    return 2 * (2 * d.n_rollout_instances + total_agent_loops(d) + d.train_nnodes) + 64
+    instances = 2 * d.n_rollout_instances + d.n_validate_instances
+    return 2 * (instances + total_agent_loops(d) + d.train_nnodes) + 64
 
 
 def fleet_limit(open_files: int) -> int:
@@ -224,6 +229,7 @@ def settings(role: Role) -> Settings:
         sync=sync_settings(config),
         placing=make_placing(config),
         migration=migration_settings(config),
+        validation=validation_settings(config, role.run_dir),
     )
 
 

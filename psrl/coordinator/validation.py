@@ -110,9 +110,8 @@ class Validation:
         settings, begun = self.settings, self._newest_begun
         if settings is None or newest <= begun:
             return 0
-        if newest == 0:
-            return int(settings.before_train)
-        due = newest // settings.every - max(begun, 0) // settings.every
+        before = begun if settings.before_train else max(begun, 0)  # NEVER // every is -1: version 0 is due then
+        due = newest // settings.every - before // settings.every
         return due or int(newest == self._last_version)
 
     def done(self, name: str, done: c.ValidationDone, now_s: float) -> None:

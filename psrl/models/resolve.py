@@ -18,6 +18,7 @@ from psrl.rundir.layout import RunDir
 from psrl.rundir.publish import publish, read_published
 from psrl.tasks.prepare import context_length
 from psrl.tasks.registry import build_task, task_spec
+from psrl.tasks.validation import training_task
 
 TINY, SMOLLM2, HF = "tiny", "smollm2_135m", "hf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -122,6 +123,7 @@ def _tiny(config: Config, run_dir: RunDir) -> Path:
 
         spec = task_spec(config)
         task, practice = build_task(spec), build_task(spec.with_seed(spec.seed + PRACTICE_SEED))
+        practice = training_task(config, practice)  # what is held out for validation is not practised either
         build_tiny(config.model.tiny, task, practice, directory, context_length(config))
 
     return make_directory_once(run_dir.path / "model", build)

@@ -41,6 +41,11 @@ class RunDir:
         return self.path / "run.json"
 
     @property
+    def validation(self) -> Path:
+        """Metrics of each validated version, one JSON line each."""
+        return self.path / "validation.jsonl"
+
+    @property
     def report(self) -> Path:
         return self.path / "report"
 

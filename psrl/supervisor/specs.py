@@ -18,6 +18,7 @@ def share_children(config: Config, run_dir: RunDir, share: Share) -> list[ChildS
     if share.leads and "wandb" in config.trainer.logger:
         children.append(logger_child(config, run_dir))
     children += [instance_child(config, run_dir, f"instance-{i}") for i in share.instances]
+    children += [validator_child(config, run_dir, f"validator-{i}") for i in share.validators]
     children += [agent_loop_child(config, run_dir, f"agent-loop-{i}") for i in share.agent_loops]
     return children
 
@@ -52,11 +53,19 @@ def logger_child(config: Config, run_dir: RunDir) -> ChildSpec:
 
 
 def instance_child(config: Config, run_dir: RunDir, name: str) -> ChildSpec:
+    return _engine_child(config, run_dir, "instance", name, "psrl.rollout.instance")
+
+
+def validator_child(config: Config, run_dir: RunDir, name: str) -> ChildSpec:
+    return _engine_child(config, run_dir, "validator", name, "psrl.rollout.validator")
+
+
+def _engine_child(config: Config, run_dir: RunDir, role: str, name: str, module: str) -> ChildSpec:
     deployment = config.psrl.deployment
     return _child(
-        "instance",
+        role,
         name,
-        "psrl.rollout.instance",
+        module,
         run_dir,
         env={"OMP_NUM_THREADS": str(deployment.rollout_cpu_threads)},
         cores=_cores(deployment.rollout_cores),

@@ -17,21 +17,24 @@ SUFFIXES = (".parquet", ".jsonl")
 class FileTask:
     """Rows with `prompt` (chat messages, or plain text), `data_source`, `reward_model.ground_truth`, `extra_info`.
 
-    `check_sources`: refuse a data source that has no built-in verifier (used when no reward function is given).
+    `check_sources`: refuse a data source that has no built-in verifier (used when no reward function is given). `key`: the
+    configuration key that named the file.
     """
 
-    def __init__(self, path: Path, prompt_key: str = "prompt", check_sources: bool = True):
-        self.path, self.prompt_key, self._check_sources = path, prompt_key, check_sources
+    def __init__(
+        self, path: Path, prompt_key: str = "prompt", check_sources: bool = True, key: str = "data.train_files"
+    ):
+        self.path, self.prompt_key, self._check_sources, self._key = path, prompt_key, check_sources, key
 
     def items(self) -> Iterator[TaskItem]:
         """Raises ConfigError naming file and row for what cannot be read. Scoring never touches the file."""
         if not self.path.is_file():
             raise ConfigError(
-                f"data.train_files={self.path} does not exist or is not a file: give a .parquet or .jsonl file."
+                f"{self._key}={self.path} does not exist or is not a file: give a .parquet or .jsonl file."
             )
         if self.path.suffix not in SUFFIXES:
             raise ConfigError(
-                f"data.train_files={self.path} ends with {self.path.suffix!r}: allowed are {' and '.join(SUFFIXES)}."
+                f"{self._key}={self.path} ends with {self.path.suffix!r}: allowed are {' and '.join(SUFFIXES)}."
             )
         for number, row in enumerate(_rows(self.path)):
             yield self._item(number, row)

@@ -26,6 +26,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 0
     params: dict[str, Any] = {}
     prompt_key: str = "prompt"
+    file_key: str = "data.train_files"
+    """The configuration key that named the file."""
     own_reward: bool = False
     """A reward function scores the answers, so the task need not be able to."""
 
@@ -62,7 +64,7 @@ def build_task(spec: TaskSpec) -> Task:
     if spec.kind == "files":
         from psrl.tasks.files import FileTask
 
-        return FileTask(Path(spec.name), spec.prompt_key, check_sources=not spec.own_reward)
+        return FileTask(Path(spec.name), spec.prompt_key, check_sources=not spec.own_reward, key=spec.file_key)
     if spec.kind == "reasoning_gym":
         from psrl.tasks.reasoning_gym import ReasoningGymTask
 

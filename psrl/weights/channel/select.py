@@ -74,7 +74,8 @@ def make_publisher(role: Role, rank: int, num_ranks: int) -> WeightPublisher:
     if _mode(role) == "nixl":
         from psrl.weights.channel.nixl_publisher import NixlPublisher
 
-        peers = max(64, 2 * role.config.psrl.deployment.n_rollout_instances)
+        deployment = role.config.psrl.deployment
+        peers = max(64, 2 * (deployment.n_rollout_instances + deployment.n_validate_instances))
         return NixlPublisher(role.run_dir, rank, num_ranks, dtype, address=role.address, peers=peers)
     from psrl.weights.channel.filesystem import FilesystemPublisher
 
