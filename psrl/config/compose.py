@@ -41,8 +41,8 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "conf"
 
 
-def register_schema() -> None:
-    ConfigStore.instance().store(name="schema", node=Config)
+def register_schema(schema: type[Config] = Config) -> None:
+    ConfigStore.instance().store(name="schema", node=schema)
 
 
 def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool) -> tuple[list[str], list[str]]:
@@ -78,9 +78,10 @@ def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool
     return result, notices
 
 
-def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """The typed configuration of one run. Raises ConfigError with one sentence for anything that Hydra refuses."""
-    register_schema()
+def compose_config(overrides: Sequence[str], schema: type[Config] = Config) -> DictConfig:
+    """The typed configuration of one run; `schema` may add sections of its own (see `help.add_section`). Raises
+    ConfigError with one sentence for anything that Hydra refuses."""
+    register_schema(schema)
     GlobalHydra.instance().clear()
     _parse_each(overrides)
     try:

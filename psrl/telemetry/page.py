@@ -63,7 +63,7 @@ def headline(record: RunRecord) -> str:
     if not record.rows:
         return "No training step was finished."
     steps = summary["steps"]
-    words = []
+    words = ["Simulated, not measured: no model was run."] if record.simulated else []
     if summary["reward_first"] is not None:
         first, last = f"{summary['reward_first']:.2f}", f"{summary['reward_last']:.2f}"
         moved = f"stayed at {last}" if first == last else f"went from {first} to {last}"

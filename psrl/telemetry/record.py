@@ -15,6 +15,9 @@ from psrl.telemetry.metrics import Row, read_metrics
 from psrl.telemetry.summary import summarise
 from psrl.telemetry.timeline_read import Track, read_timeline
 
+SIMULATION = "simulation.yaml"
+"""In the directory of a simulation: what it assumed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Incident:
@@ -39,6 +42,8 @@ class RunRecord:
     defaults: dict[str, Any] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     audit: str | None = None
+    simulated: bool = False
+    """Nothing of it was measured: it comes from `python -m psrl.simulate`."""
 
     @property
     def finished(self) -> bool:
@@ -65,7 +70,10 @@ def load_run(run_dir: Path, counts: Mapping[str, int] | None = None, audit: str 
     counts = {"restarts": sum(incident.restarting for incident in incidents)} | dict(counts or {})
     summary = summarise(rows, tracks, counts, outcome, transport=_transport(meta, tracks))
     config, defaults = configuration(run_dir / "config.yaml")
-    return RunRecord(run_dir, rows, tracks, summary, config, defaults, incidents, audit)
+    simulated = (run_dir / SIMULATION).is_file()
+    if simulated:
+        config, defaults = config | _assumed(run_dir / SIMULATION), defaults | _assumed(None)
+    return RunRecord(run_dir, rows, tracks, summary, config, defaults, incidents, audit, simulated)
 
 
 def configuration(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -76,6 +84,16 @@ def configuration(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     return flatten(config) if isinstance(config, dict) else {}, _defaults()
+
+
+def _assumed(path: Path | None) -> dict[str, Any]:
+    """Keys of `simulation.*`: those of a simulation, or their defaults."""
+    from omegaconf import OmegaConf
+
+    from psrl.config.simulation import SimulationConfig
+
+    section = OmegaConf.load(path) if path else OmegaConf.structured(SimulationConfig)
+    return flatten({"simulation": OmegaConf.to_container(section)})
 
 
 @cache
