@@ -17,6 +17,7 @@ from psrl.coordinator.ledger import LedgerError, replay
 from psrl.coordinator.records import (
     DROPPED,
     REQUEUED,
+    YIELDING_REASONS,
     AnyRecord,
     Checkpoint,
     End,
@@ -96,6 +97,8 @@ class _Auditor:
         self.version = 0
         self.incarnation = -1
         self.short: ShortBuffer | None = None
+        self.gave_way: set[tuple[int, int]] = set()
+        """Prompts, as (data epoch, prompt), whose group was once taken back for the sake of others."""
 
     def find(self, text: str) -> None:
         self.report.findings.append(text)
@@ -156,6 +159,11 @@ class _Auditor:
             return
         if not record.reason or record.outcome not in (DROPPED, REQUEUED):
             self.find(f"group {record.group} is released as {record.outcome!r} with reason {record.reason!r}")
+        if record.reason in YIELDING_REASONS:
+            prompt = (group.data_epoch, group.prompt)
+            if prompt in self.gave_way:
+                self.find(f"prompt {group.prompt} of data epoch {group.data_epoch} gave way to others twice")
+            self.gave_way.add(prompt)
         if group.fate == "waiting":
             self.buffers[group.buffer].remove(record.group)
             group.buffer = -1

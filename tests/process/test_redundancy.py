@@ -88,6 +88,7 @@ def test_more_groups_and_samples_than_train(new_run: NewRun) -> None:
 
 
 PATTERN = '''
+import pathlib, time
 from collections import Counter
 from psrl.tasks.base import TaskItem, user_message
 
@@ -117,6 +118,10 @@ def flat(data_source, solution_str, ground_truth, extra_info):
 def failing(data_source, solution_str, ground_truth, extra_info):
     if ground_truth == "1":
         raise ValueError("no reward for this one")
+    hung = pathlib.Path(__file__).with_name("hung")
+    if ground_truth == "3" and not hung.exists():
+        hung.touch()
+        time.sleep(3600)
     SEEN[ground_truth] += 1
     return float(SEEN[ground_truth] % 2)
 '''
@@ -162,6 +167,7 @@ def test_failing_rewards_under_redundancy_are_retried_dropped_and_replaced(new_r
         "psrl.group_post_process.enable": False,
         "psrl.staleness": 1,
         "psrl.max_group_retries": 1,
+        "reward.timeout_s": 10,
         "gen_actor_rollout_ref.rollout.ignore_eos": False,
         "trainer.total_training_steps": "null",
         "trainer.total_epochs": 1,
@@ -169,7 +175,9 @@ def test_failing_rewards_under_redundancy_are_retried_dropped_and_replaced(new_r
     }
     run = new_run({**filtered(tmp_path, "failing", 17), **BOTH_LEVELS, **changes})
     assert run.launch() == 0
-    assert run.outcome.counters["error/prompt_1"] == 2
+    counters = run.outcome.counters
+    assert (counters["error"], counters["error/prompt_1"]) == (2, 2) and (tmp_path / "hung").exists()
+    assert counters.get("timeout/prompt_3", 0) == counters.get("timeout", 0) <= 1, "or it gave way while it hung"
     batches = [[group.prompt for group in groups] for groups in trained(run.records()).values()]
     assert [len(batch) for batch in batches] == [4] * 4
     assert sorted(prompt for batch in batches for prompt in batch) == [0, *range(2, 17)]

@@ -106,6 +106,15 @@ SHIPPED = RUN[RUN.index(Take(0, [1, 0]))]
         (after(Publish(1), occupy(4, 1), Start(2, 1, "x")), "incarnation 2 starts after 0"),
         (after(occupy(5, 1), reserve(9, prompt=5), occupy(9, 2)), "prompt 5 of data epoch 0 counts twice: groups 5, 9"),
         (after(Publish(1), End("completed", "")), "completed with 1 groups in flight"),
+        (
+            after(
+                Publish(1),
+                Release(4, "redundant", "requeued"),
+                reserve(9, prompt=3),
+                Release(9, "straggler", "requeued"),
+            ),
+            "prompt 3 of data epoch 0 gave way to others twice",
+        ),
         (after(occupy(5, 1), ShortBuffer(1, 1)), "the last buffer 1 is said to hold 1 groups, it holds 2"),
     ],
 )
