@@ -18,10 +18,16 @@ from psrl.coordinator.routing.base import Work
 from psrl.coordinator.views import InstanceView
 from psrl.coordinator.waiting import Waiting
 from psrl.protocol import control as c
-from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED
+from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED
 
-COUNTED = {FINISH_ABORT: "interrupted_samples", FINISH_MIGRATED: "migrated_samples"}
-"""Samples that come back unfinished, by what brought them back: a pull of new weights, a migration."""
+COUNTED = {
+    FINISH_ABORT: "interrupted_samples",
+    FINISH_MIGRATED: "migrated_samples",
+    FINISH_PREEMPTED: "preempted_samples",
+}
+"""Samples that come back unfinished, by what brought them back: new weights, a migration, a KV cache that is full."""
+UNBOUND = (FINISH_MIGRATED, FINISH_PREEMPTED)
+"""They left to go elsewhere."""
 
 
 class Dispatch(Membership):
@@ -44,7 +50,7 @@ class Dispatch(Membership):
                 since_s=now_s,
                 tokens=made,
                 came_from=request.instance,
-                unbound=request.reason == FINISH_MIGRATED,
+                unbound=request.reason in UNBOUND,
             )
             self.waiting_routes.add(waiting)
             if waiting.unbound and self.router.block_size and (view := self.placement.instances.get(request.instance)):

@@ -234,7 +234,7 @@ class RouteRequest(Message):
     samples: list[tuple[int, int]]
     reason: str = ""
     """Why they are on the move: the finish with which their instance handed them back (psrl.protocol.generation), "" if it
-    was lost. A "migrated" sample is bound to no instance, by stickiness of any kind, until it has been placed again."""
+    was lost. A "migrated" or "preempted" sample is bound to no instance, by stickiness of any kind, until it has been placed again."""
     instance: str = ""
     """Where all of them were, "" if that is not known."""
     tokens: list[int] = []

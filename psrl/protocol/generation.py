@@ -10,10 +10,11 @@ FINISH_STOP = "stop"  # a stop token was sampled (it is the last token of the re
 FINISH_LENGTH = "length"  # the response budget or the context is used up
 FINISH_ABORT = "abort"  # interrupted; never scored: continue it or discard it
 FINISH_MIGRATED = "migrated"  # as abort: handed back so that another, less busy instance may go on with it
+FINISH_PREEMPTED = "preempted"  # as abort: the engine has more than its KV cache holds, another instance may have room
 FINISH_REFUSED = "refused"  # not made here: the instance's version is older than the group's, or it is leaving
 FINISH_TRUNCATED = "truncated"  # ended unfinished because the trainer waited for its group; scored and trained as it is
 FINISH_REDUNDANT = "redundant"  # ended because enough others of its group had finished; never scored
-HANDED_BACK = (FINISH_ABORT, FINISH_MIGRATED, FINISH_REFUSED)
+HANDED_BACK = (FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED, FINISH_REFUSED)
 """Not ends: the sample goes on elsewhere with the tokens that it has, unless its budget is used up."""
 
 

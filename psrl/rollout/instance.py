@@ -10,9 +10,6 @@ import os
 import time
 from collections import defaultdict
 
-import torch
-
-from psrl.models.load import load_engine_model
 from psrl.models.resolve import run_model
 from psrl.net.link import CoordinatorGoneError, CoordinatorLink
 from psrl.net.server import Server
@@ -20,6 +17,7 @@ from psrl.net.waiting import wait
 from psrl.protocol import control as c
 from psrl.protocol.generation import (
     FINISH_MIGRATED,
+    FINISH_PREEMPTED,
     FINISH_REFUSED,
     AbortRequest,
     EngineStats,
@@ -29,10 +27,10 @@ from psrl.protocol.generation import (
 )
 from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
-from psrl.rollout.engines.torch_engine import TorchEngine
+from psrl.rollout.make_engine import make_engine
+from psrl.rollout.preemption import PreemptionWatch
 from psrl.rollout.stream import join_chunks
 from psrl.rundir.keys import load_keys
-from psrl.tasks.prepare import context_length
 from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
@@ -83,6 +81,9 @@ class Instance:
         """Least time between two reports; 0: none are made."""
         self.next_status = 0.0
         self.reported = EngineStats()
+        self.preemption = PreemptionWatch(
+            role.config.psrl.rollout_coordination.routing_strategy.max_num_waiting_reqs_after_preemption
+        )
         self.retire_by: float | None = None
         """Monotonic time; set once this instance retires: it generates no more and refuses what comes."""
         self.over = ""
@@ -111,6 +112,8 @@ class Instance:
                 begun = time.monotonic()
                 self._keep(self.engine.step())
                 self.timeline.add(BUSY, begun, time.monotonic())
+                if self.preemption.hands_back(self.engine.stats()):
+                    self._return(self.engine.abort_waiting(), FINISH_PREEMPTED)
             self._stream()
             self._report()
         self._stream(now=True)
@@ -154,11 +157,13 @@ class Instance:
 
     def _hand_back(self, finish: str) -> int:
         """Return every sample with the tokens that it has; how many."""
-        returned = self.engine.abort()
-        for chunk in returned:
+        return self._return(self.engine.abort(), finish)
+
+    def _return(self, aborted: list[TokenChunk], finish: str) -> int:
+        for chunk in aborted:
             chunk.finish = finish
-        self._keep(returned)
-        return len(returned)
+        self._keep(aborted)
+        return len(aborted)
 
     def _hear_agents(self) -> None:
         for peer, message in self.server.poll(0.0):
@@ -303,19 +308,7 @@ class Instance:
 
 def main() -> int:
     role = start_role()
-    gen = role.config.gen_actor_rollout_ref.rollout
-    torch.set_num_threads(role.config.psrl.deployment.rollout_cpu_threads)
-    torch.set_num_interop_threads(1)
-    source = run_model(role.run_dir)
-    model = load_engine_model(source.path, gen.dtype or role.config.model.dtype)
-    engine = TorchEngine(
-        model,
-        eos_token_ids=source.eos_token_ids,
-        max_num_seqs=gen.max_num_seqs,
-        max_model_len=context_length(role.config),
-        kv_cache_tokens=gen.kv_cache_tokens,
-    )
-    instance = Instance(role, engine)
+    instance = Instance(role, make_engine(role, run_model(role.run_dir)))
     try:
         instance.run()
         return 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import (
@@ -30,6 +31,7 @@ from psrl.protocol.generation import GenerateRequest, SampleRequest, SamplingPar
 from psrl.protocol.samples import VersionSpan
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
+from psrl.rollout.preemption import PreemptionWatch
 
 pytestmark = pytest.mark.process
 
@@ -335,6 +337,35 @@ def test_preemption_under_a_tiny_budget_changes_no_token(sampling: SamplingParam
     assert roomy.stats().preemptions == 0
     assert tight.stats().preemptions > 0
     assert {k: o.tokens for k, o in outputs.items()} == {k: o.tokens for k, o in expected.items()}
+
+
+def test_what_waits_after_a_preemption_goes_on_elsewhere_as_if_uninterrupted(build: Build) -> None:
+    prompts = {group: prompt(6, group) for group in range(4)}
+    expected = run(_submitted(build(context=64), *(request(g, p, [40, 40], SAMPLED) for g, p in prompts.items())))
+    tight, watch, outputs = build(context=64, kv=128), PreemptionWatch(limit=0), Outputs()
+    _submitted(tight, *(request(g, p, [40, 40], SAMPLED) for g, p in prompts.items()))
+    while not watch.hands_back(tight.stats()):
+        collect(outputs, tight.step())
+    running = tight.stats().running
+    handed_back = tight.abort_waiting()
+    assert handed_back and all(not chunk.token_ids and chunk.finish == "abort" for chunk in handed_back)
+    assert (tight.stats().running, tight.stats().waiting) == (running, 0)
+    assert not watch.hands_back(tight.stats())
+    other = build(context=64)
+    for chunk in handed_back:
+        so_far = outputs.get((chunk.group, chunk.sample), Output()).tokens
+        rest = SampleRequest(
+            sample=chunk.sample,
+            max_new_tokens=40 - len(so_far),
+            seed=1000 * chunk.group + chunk.sample,
+            prefix_ids=tuple(so_far),
+        )
+        other.submit(msgspec.structs.replace(request(chunk.group, prompts[chunk.group], [], SAMPLED), samples=(rest,)))
+    continued = run(other)
+    run(tight, outputs)
+    for key, output in expected.items():
+        parts = [made[key].tokens for made in (outputs, continued) if key in made]
+        assert sum(parts, []) == output.tokens
 
 
 def test_many_long_continuations_at_once(build: Build, reference: Callable[[str], PreTrainedModel]) -> None:

@@ -67,6 +67,9 @@ class CountingEngine:
             TokenChunk(group=g, sample=s, token_ids=[], logprobs=[], spans=[], finish=FINISH_ABORT) for g, s in gone
         ]
 
+    def abort_waiting(self) -> list[TokenChunk]:
+        return []
+
     def has_work(self) -> bool:
         return bool(self.running)
 

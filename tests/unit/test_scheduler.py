@@ -108,6 +108,14 @@ def test_the_youngest_yields_and_comes_back_first() -> None:
     assert (scheduler.kv_tokens, scheduler.preemptions) == (36, 1)
 
 
+def test_only_what_waits_is_forgotten_when_it_is_handed_back() -> None:
+    scheduler = filled(*(make(i) for i in range(5)), rows=3)
+    scheduler.admit(UNLIMITED)
+    tokens = scheduler.kv_tokens
+    assert [s.order for s in scheduler.abort_waiting()] == [3, 4] and not scheduler.waiting
+    assert [s.order for s in scheduler.running] == [0, 1, 2] and scheduler.kv_tokens == tokens
+
+
 def test_a_lone_sequence_is_never_preempted() -> None:
     scheduler = filled(make(0, prompt=10), tokens=10)
     scheduler.admit(UNLIMITED)

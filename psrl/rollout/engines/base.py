@@ -31,6 +31,10 @@ class Engine(Protocol):
         """End these groups' samples (all if None) with finish "abort". Tokens already returned are not repeated."""
         ...
 
+    def abort_waiting(self) -> list[TokenChunk]:
+        """End those samples that do not run now, preempted or not yet begun, like `abort`."""
+        ...
+
     def has_work(self) -> bool: ...
 
     def weight_specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

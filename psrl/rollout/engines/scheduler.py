@@ -150,6 +150,12 @@ class Scheduler:
         self.running.clear()
         self.kv_tokens = 0
 
+    def abort_waiting(self) -> list[Sequence]:
+        """Forget the sequences that wait; returns them."""
+        dropped = list(self.waiting)
+        self.waiting.clear()
+        return dropped
+
     def abort(self, groups: Iterable[int] | None) -> tuple[list[Sequence], list[Move]]:
         """Forget the sequences of these groups (all if None), running and waiting ones. Returns them and the moves."""
         wanted = None if groups is None else frozenset(groups)

@@ -145,6 +145,9 @@ class TorchEngine:
         self._move_rows(moves)
         return [_last_chunk(s.group, s.sample, FINISH_ABORT) for s in dropped]
 
+    def abort_waiting(self) -> list[TokenChunk]:
+        return [_last_chunk(s.group, s.sample, FINISH_ABORT) for s in self._scheduler.abort_waiting()]
+
     def has_work(self) -> bool:
         return bool(self._ready or self._scheduler.running or self._scheduler.waiting)
 
