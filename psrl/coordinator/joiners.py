@@ -76,11 +76,16 @@ class Joiners(RunState):
         """Tell a role that is here to leave, and give it nothing new. One that is not hears it when it says hello."""
         if view := self.placement.instances.get(name) or self.placement.agents.get(name):
             view.leaving = True
+            self.retiring.add(name)
             self._say(name, c.Retire(reason=reason))
 
     def _dismiss(self) -> None:
         """Leaving instances that nobody has anything with may go."""
-        for view in [v for v in self.placement.instances.values() if v.leaving and not v.in_flight]:
+        if not self.retiring:  # called after every event, with any number of instances
+            return
+        self.retiring &= self.placement.instances.keys()
+        views = [self.placement.instances[name] for name in sorted(self.retiring)]
+        for view in [v for v in views if not v.in_flight]:
             log.info("instance %s has handed everything back and leaves", view.name)
             self._say(view.name, c.Dismissed())
             self._remove_instance(view.name)

@@ -138,6 +138,8 @@ class Membership(Joiners):
             False,
         )
         known.leaving = known.leaving or state.retiring
+        if known.leaving:
+            self.retiring.add(name)
         self.lagging.consider(known)
         self.migrations.forget(name)
         self.placement.changed.add(name)

@@ -104,6 +104,8 @@ class RunState:
         """Supervisors that came to the running run, each with its children; one that was refused has none."""
         self.leaving: set[str] = set()
         """Children that leave on purpose, those that have not yet said hello among them."""
+        self.retiring: set[str] = set()
+        """Roles that are here and were told to leave."""
         self.trainer = ""
         self.pullable_version = -1
         self.wanted_buffer = -1
