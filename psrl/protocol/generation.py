@@ -91,3 +91,6 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     """Gauge: tokens whose keys and values the running samples hold."""
     kv_capacity_tokens: int = 0
     """Tokens that the KV cache has room for; 0 if the engine does not say."""
+    decode_steps: int = 0
+    decode_kv_tokens: int = 0
+    """Counter: tokens held, summed over all decode steps. With `generated_tokens` it says what the steps were made of."""

@@ -44,6 +44,8 @@ KV_STEP = 0.01
 """A change of KV usage that is worth a report."""
 RATE_REPORTS = 5
 """While nothing but tokens changes, a report comes every so many intervals: a throughput is measured between them."""
+WORK = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens", "busy_s")
+"""Counters of the engine that each switch notes in the timeline, as differences to the switch before."""
 PULL_POLL_S = 0.002
 """While idle, how soon weights that have arrived are seen."""
 RETIRE_GRACE_S = 3.0
@@ -84,6 +86,8 @@ class Instance:
         self.preemption = PreemptionWatch(
             role.config.psrl.rollout_coordination.routing_strategy.max_num_waiting_reqs_after_preemption
         )
+        self.at_switch = EngineStats()
+        """Counters at the last switch."""
         self.retire_by: float | None = None
         """Monotonic time; set once this instance retires: it generates no more and refuses what comes."""
         self.over = ""
@@ -241,7 +245,7 @@ class Instance:
         self.engine.update_weights(staged.version, staged.tensors())
         end = time.monotonic()
         self.incarnation, self.order, self.staged = staged.incarnation, None, None
-        self.timeline.add(SWITCH, begun, end, version=staged.version)
+        self.timeline.add(SWITCH, begun, end, version=staged.version, **self._work())
         done = c.PullDone(
             version=staged.version,
             incarnation=staged.incarnation,
@@ -251,6 +255,11 @@ class Instance:
         )
         self.link.send(done)
         self._stream(now=True)
+
+    def _work(self) -> dict[str, float]:
+        """What the engine has done since the last switch: a simulation is fitted to it."""
+        before, self.at_switch = self.at_switch, self.engine.stats()
+        return {name: round(getattr(self.at_switch, name) - getattr(before, name), 6) for name in WORK}
 
     def _pull_failed(self, error: PullError) -> None:
         order, self.order = self.order, None

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 BUSY = "busy"  # decoding
 IDLE = "idle"  # nothing to decode
 PULL = "pull"  # new weights arrive while decoding goes on; attributes: version, nbytes
-SWITCH = "switch"  # decoding stands still for the new weights; attributes: version
+SWITCH = "switch"  # decoding stands still for the new weights; attributes: version, work since the last one
 # ... and what a trainer rank does.
 WAIT = "wait"
 READ = "read"

@@ -74,6 +74,7 @@ class TorchEngine:
         self._arrivals = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
+        self._decode_steps = self._decode_kv_tokens = 0
         self._busy_s = 0.0
 
     @classmethod
@@ -212,6 +213,8 @@ class TorchEngine:
                 )
             )
         self._generated_tokens += len(running)
+        self._decode_steps += 1
+        self._decode_kv_tokens += self._scheduler.kv_tokens
         self._scheduler.grow()
         self._move_rows(self._scheduler.release(finished))
 
@@ -251,6 +254,8 @@ class TorchEngine:
             busy_s=self._busy_s,
             kv_tokens=scheduler.kv_tokens,
             kv_capacity_tokens=scheduler.kv_cache_tokens,
+            decode_steps=self._decode_steps,
+            decode_kv_tokens=self._decode_kv_tokens,
         )
 
     def close(self) -> None:
