@@ -22,28 +22,31 @@ def check_redundancy(config: Config) -> list[str]:
 
 def _check_redundant(config: Config) -> list[str]:
     p, asked = config.psrl, config.psrl.rollout_coordination.redundant_rollout
-    pairs = (
-        ("alg_global_batch_size", "redundant_global_batch_size", "psrl.staleness_buffer_entries"),
-        ("alg_rollout_n", "redundant_rollout_n", "psrl.rollout_n"),
-    )
-    sizes = {name: getattr(asked, name) for pair in pairs for name in pair[:2]}
-    named = [name for name, size in sizes.items() if size is not None]
+    sizes = {
+        "alg_global_batch_size": asked.alg_global_batch_size,
+        "redundant_global_batch_size": asked.redundant_global_batch_size,
+        "alg_rollout_n": asked.alg_rollout_n,
+        "redundant_rollout_n": asked.redundant_rollout_n,
+    }
+    named = {name: size for name, size in sizes.items() if size is not None}
     if named and not asked.enable:
+        name, size = next(iter(named.items()))
         raise ConfigError(
-            f"{REDUNDANT}.{named[0]}={sizes[named[0]]} is set but {REDUNDANT}.enable=False: set it to True, or leave the "
-            "size null."
+            f"{REDUNDANT}.{name}={size} is set but {REDUNDANT}.enable=False: set it to True, or leave the size null."
         )
-    trained = {"psrl.staleness_buffer_entries": p.staleness_buffer_entries, "psrl.rollout_n": p.rollout_n}
-    for alg, redundant, key in pairs:
-        if sizes[alg] is not None and sizes[alg] != trained[key]:
+    for name, size in named.items():
+        groups = name.endswith("global_batch_size")
+        key = "psrl.staleness_buffer_entries" if groups else "psrl.rollout_n"
+        trained = p.staleness_buffer_entries if groups else p.rollout_n
+        if name.startswith("alg_") and size != trained:
             raise ConfigError(
-                f"{REDUNDANT}.{alg}={sizes[alg]} differs from {key}={trained[key]}: both say what trains, so give one "
-                "value, or leave the first null."
+                f"{REDUNDANT}.{name}={size} differs from {key}={trained}: both say what trains, so give one value, or "
+                "leave the first null."
             )
-        if sizes[redundant] is not None and sizes[redundant] < trained[key]:
+        if size < trained:
             raise ConfigError(
-                f"{REDUNDANT}.{redundant}={sizes[redundant]} is refused: fewer would be launched than train "
-                f"({key}={trained[key]}); give at least as many."
+                f"{REDUNDANT}.{name}={size} is refused: fewer would be launched than train ({key}={trained}); give at "
+                "least as many."
             )
     launched = redundant_sizes(config)
     limit = p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance
