@@ -42,6 +42,8 @@ class RunRecord:
     defaults: dict[str, Any] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
     audit: str | None = None
+    validations: list[Row] = field(default_factory=list)
+    """One row a validated version; its step is that version."""
     simulated: bool = False
     """Nothing of it was measured: it comes from `python -m psrl.simulate`."""
 
@@ -73,7 +75,8 @@ def load_run(run_dir: Path, counts: Mapping[str, int] | None = None, audit: str 
     simulated = (run_dir / SIMULATION).is_file()
     if simulated:
         config, defaults = config | _assumed(run_dir / SIMULATION), defaults | _assumed(None)
-    return RunRecord(run_dir, rows, tracks, summary, config, defaults, incidents, audit, simulated)
+    validations = read_metrics(run_dir / "validation.jsonl")
+    return RunRecord(run_dir, rows, tracks, summary, config, defaults, incidents, audit, validations, simulated)
 
 
 def configuration(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,6 +11,7 @@ from psrl.telemetry.figures import data_uri
 from psrl.telemetry.population import describe, run_population
 from psrl.telemetry.record import RunRecord
 from psrl.telemetry.timeline_plots import MAX_LANES, instance_time, timeline, whole_window, zoom_window
+from psrl.telemetry.validation_plots import validation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,6 +52,11 @@ def build_sections(record: RunRecord, zero_s: float) -> list[Section]:
             "Reward",
             "Mean reward of the samples that each step trained on.",
             [Plot(lambda: plots.reward(rows), "Mean reward over training steps", wide=True)],
+        ),
+        (
+            "Validation",
+            "Answers to prompts that training never sees, each point at exactly one version of the weights.",
+            [Plot(lambda: validation(record.validations), "Validation reward and length over versions", wide=True)],
         ),
         ("Who was busy when", _lanes_hint(record), _timelines(record, zero_s)),
         (

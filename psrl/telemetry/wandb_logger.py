@@ -29,6 +29,7 @@ from psrl.telemetry.step_metrics import bucket_width
 from psrl.telemetry.totals import Totals
 from psrl.telemetry.wandb_file import highest_step
 from psrl.telemetry.wandb_names import display_name, settings_in_sweep, sweep_config, tags
+from psrl.telemetry.wandb_validation import ValidationLog
 
 POLL_S = 1.0
 FINISH_DEADLINE_S = 10.0
@@ -121,7 +122,8 @@ def log_run(run_dir: Path, ended: Callable[[], bool], stop: threading.Event, fin
             run_dir / "logs" / f"wandb_steps.{run.id}",
             (lambda: highest_step(run_dir / "logs" / "wandb", run.id)) if offline else (lambda: run.starting_step - 1),
         )
-        follow(run, MetricsTail(run_dir / "metrics.jsonl"), cursor, ended, stop)
+        tails = MetricsTail(run_dir / "metrics.jsonl"), MetricsTail(run_dir / "validation.jsonl")
+        follow(run, *tails, cursor, ended, stop)
         if _within(finish_deadline_s, run.finish):
             cursor.finish()
             return
@@ -158,15 +160,25 @@ def start_run(run_dir: Path, offline: bool) -> Any:
     return run
 
 
-def follow(run: Any, tail: MetricsTail, cursor: StepCursor, ended: Callable[[], bool], stop: threading.Event) -> None:
+def follow(
+    run: Any,
+    tail: MetricsTail,
+    validation_tail: MetricsTail,
+    cursor: StepCursor,
+    ended: Callable[[], bool],
+    stop: threading.Event,
+) -> None:
     """Log new rows as they come until `ended`, and then those written just before."""
     import wandb
 
-    totals, over = Totals(), False
+    totals, validations, over = Totals(), ValidationLog(run), False
     while True:
+        validations.add(validation_tail.poll())
         for row in cursor.new(map(totals.with_totals, tail.poll())):
             run.log(wandb_row(row, wandb.Histogram), step=row[STEP_KEY])
             cursor.advance(row[STEP_KEY])
+            validations.log(cursor.highest)
+        validations.log(cursor.highest)
         if over:
             return
         over = ended()
@@ -254,6 +266,10 @@ class StepCursor:
     def new(self, rows: Iterable[Row]) -> Iterable[Row]:
         """The rows beyond the highest step, in order; asked row by row, so that `advance` in between counts."""
         return (row for row in rows if row[STEP_KEY] > self._highest)
+
+    @property
+    def highest(self) -> int:
+        return self._highest
 
     def advance(self, step: int) -> None:
         self._highest = step
