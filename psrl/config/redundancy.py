@@ -20,10 +20,11 @@ class RedundantSizes:
 def redundant_sizes(config: Config) -> RedundantSizes:
     """The sizes of `psrl.rollout_coordination.redundant_rollout`, with what is null filled in; without redundancy as many
     are launched as train."""
-    groups, samples = config.psrl.staleness_buffer_entries, config.psrl.rollout_n
-    asked = config.psrl.rollout_coordination.redundant_rollout
+    p, asked = config.psrl, config.psrl.rollout_coordination.redundant_rollout
     if not asked.enable:
-        return RedundantSizes(groups, samples, groups, samples)
+        return RedundantSizes(p.staleness_buffer_entries, p.rollout_n, p.staleness_buffer_entries, p.rollout_n)
+    groups = asked.alg_global_batch_size or p.staleness_buffer_entries
+    samples = asked.alg_rollout_n or p.rollout_n
     return RedundantSizes(
         groups, samples, asked.redundant_global_batch_size or groups, asked.redundant_rollout_n or samples
     )

@@ -12,7 +12,7 @@ from psrl.models.tokenizer import ChatTokenizer
 from psrl.protocol.control import GroupDone, GroupFailed
 from psrl.protocol.generation import FINISH_TRUNCATED
 from psrl.protocol.samples import SampleRef
-from psrl.rollout.group_filters import without_signal
+from psrl.rollout.group_filters import Filter, make_filter
 from psrl.rollout.group_work import GroupWork
 from psrl.rollout.sample_ends import FILTERED
 from psrl.rollout.scoring import ScoreResult, ScoringPool
@@ -25,8 +25,8 @@ LEAST_TRAINABLE = 2
 """Samples of a group that must be trainable: with fewer there is nothing to compare with."""
 
 
-def failure(work: GroupWork, results: Sequence[ScoreResult], metric: str | None) -> GroupFailed | None:
-    """Why this scored group cannot train, or (with a `metric`, see group_filters) is not worth it; None: it will.
+def failure(work: GroupWork, results: Sequence[ScoreResult], worthless: Filter | None = None) -> GroupFailed | None:
+    """Why this scored group cannot train, or (as `worthless` says) is not worth it; None: it will.
 
     A failed score is tried again with its whole group. A group that was cut short before it had two samples with a token
     is dropped as an empty truncation."""
@@ -39,7 +39,7 @@ def failure(work: GroupWork, results: Sequence[ScoreResult], metric: str | None)
         reason = "empty_truncation" if cut else "invalid_rewards"
         detail = f"{len(trainable)} of {len(results)} samples have a reward and a token that trains"
         return GroupFailed(group=group, reason=reason, detail=detail, retry=False)
-    if metric is not None and (why := without_signal(metric, trainable)):
+    if worthless is not None and (why := worthless(trainable)):
         return GroupFailed(group=group, reason=FILTERED, detail=why, retry=False)
     return None
 
@@ -50,8 +50,8 @@ class Finisher:
     def __init__(
         self, config: Config, run_dir: RunDir, name: str, prompts: PreparedReader, tokenizer: ChatTokenizer
     ) -> None:
-        filtered = config.psrl.group_post_process.enable
-        self.metric = config.algorithm.filter_groups.metric if filtered else None
+        asked, metric = config.psrl.group_post_process, config.algorithm.filter_groups.metric
+        self.worthless = make_filter(asked.name, metric) if asked.enable else None
         self.prompts, self.tokenizer = prompts, tokenizer
         self.pool = ScoringPool.from_config(config)
         self.writer = SegmentWriter(run_dir.samples, name)
@@ -73,7 +73,7 @@ class Finisher:
             for i in work.kept()
         ]
         results = await self.pool.score(answers)
-        return failure(work, results, self.metric) or results
+        return failure(work, results, self.worthless) or results
 
     async def seal(self, batch: Sequence[tuple[GroupWork, list[ScoreResult]]]) -> list[GroupDone]:
         """Append these groups, one fsync for all; they are on disk when it returns."""

@@ -6,7 +6,8 @@ advantage anywhere, so it is dropped and replaced before it takes a place in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 REWARD_NAMES = ("seq_reward", "score")
@@ -31,6 +32,16 @@ def without_signal(metric: str, scores: Sequence[Scored]) -> str | None:
     if len(set(values)) > 1:
         return None
     return f"{metric} is {values[0]:g} for all {len(values)} samples" if values else f"no sample has {metric}"
+
+
+Filter = Callable[[Sequence[Scored]], str | None]
+
+
+def make_filter(name: str, metric: str) -> Filter:
+    """The filter `psrl.group_post_process.name` with `algorithm.filter_groups.metric`."""
+    if name == "dynamic_sampling_filter":
+        return partial(without_signal, metric)
+    raise ValueError(f"psrl.group_post_process.name={name} is no filter")
 
 
 def _value(metric: str, score: Scored) -> float:

@@ -11,12 +11,13 @@ from psrl.protocol.control import Assignment
 from psrl.protocol.generation import FINISH_REDUNDANT, FINISH_TRUNCATED, SamplingParams, TokenChunk
 from psrl.protocol.samples import VersionSpan
 from psrl.rollout.finish import failure
-from psrl.rollout.group_filters import MissingMetricError, without_signal
+from psrl.rollout.group_filters import MissingMetricError, make_filter, without_signal
 from psrl.rollout.group_work import GroupWork
 from psrl.rollout.sample_ends import CONSUMED, REDUNDANT, RETURNED, group_ends
 from psrl.rollout.scoring import ScoreResult
 
 pytestmark = pytest.mark.unit
+SIGNAL = make_filter("dynamic_sampling_filter", "seq_reward")
 
 
 def work(n: int = 4, keep: int = 2, **more) -> GroupWork:
@@ -80,14 +81,14 @@ def test_truncation_keeps_what_finished_and_then_the_longest() -> None:
     sealed = group.group(ok(1.0, 0.0))
     assert [s.finish for s in sealed.samples] == ["truncated", "stop"]
     assert group_ends(group, CONSUMED) == [("truncated", 0), ("truncated", 1), ("truncated", 6), ("consumed", 2)]
-    assert failure(group, ok(1.0, 0.0), None) is None
+    assert failure(group, ok(1.0, 0.0)) is None
 
 
 def test_a_truncation_that_leaves_nothing_to_compare_is_dropped() -> None:
     group = work(n=2)
     add(group, 1, 3)
     group.end_rest(FINISH_TRUNCATED)
-    failed = failure(group, ok(1.0, 0.0), None)
+    failed = failure(group, ok(1.0, 0.0))
     assert failed is not None and (failed.reason, failed.retry) == ("empty_truncation", False)
     assert "1 of 2 samples" in failed.detail
 
@@ -172,12 +173,12 @@ def test_a_filtered_group_is_not_tried_again_and_a_failed_score_is() -> None:
     group = work(n=2)
     add(group, 0, 2, "stop")
     add(group, 1, 2, "stop")
-    filtered = failure(group, ok(1.0, 1.0), "seq_reward")
+    filtered = failure(group, ok(1.0, 1.0), SIGNAL)
     assert filtered is not None and (filtered.reason, filtered.retry) == ("filtered", False)
-    assert failure(group, ok(1.0, 1.0), None) is None and failure(group, ok(1.0, 0.0), "seq_reward") is None
-    failed = failure(group, [*ok(1.0), ScoreResult(None, "timeout", "late")], "seq_reward")
+    assert failure(group, ok(1.0, 1.0)) is None and failure(group, ok(1.0, 0.0), SIGNAL) is None
+    failed = failure(group, [*ok(1.0), ScoreResult(None, "timeout", "late")], SIGNAL)
     assert failed is not None and (failed.reason, failed.retry) == ("timeout", True)
-    invalid = failure(group, ok(1.0, None), "seq_reward")
+    invalid = failure(group, ok(1.0, None), SIGNAL)
     assert invalid is not None and invalid.reason == "invalid_rewards"
 
 
