@@ -192,6 +192,8 @@ class RunState:
         self._announce_instances(gone.info(alive=False))
 
     def _announce_instances(self, *gone: c.InstanceInfo) -> None:
+        if not self.placement.agents:
+            return
         message = c.Instances(instances=[*gone, *(i.info() for i in self.placement.instances.values())])
         for name in self.placement.agents:
             self._say(name, message)
