@@ -11,8 +11,8 @@ from psrl.config.schema import Config
 class LengthConfig:
     """How long responses are. No policy sees a length before the response is finished."""
 
-    distribution: str = "lognormal"
-    """lognormal (long-tailed) | fixed (every response has `mean_tokens`) | trace (those of an earlier run)."""
+    distribution: str | None = None
+    """lognormal (long-tailed) | fixed (every response has `mean_tokens`) | trace (those of an earlier run); null: trace with a calibration, else lognormal."""
     mean_tokens: float | None = None
     """Mean before the cut at data.max_response_length; null: a quarter of data.max_response_length."""
     sigma: float = 0.8
@@ -20,7 +20,7 @@ class LengthConfig:
     prompt_share: float = 0.5
     """lognormal: share of that variance that belongs to the prompt, so that the samples of one group resemble each other, in [0, 1]."""
     trace: str | None = None
-    """trace: a run directory with sealed samples (trainer.keep_samples=True), or a JSON file with a list of groups, each a list of lengths."""
+    """trace: a run directory, or a JSON file with a list of groups, each a list of lengths."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class SimulationConfig:
     compare_synchronous: bool = True
     """Also simulate the same with psrl.staleness=0, for the speed-up."""
     prompt_tokens: int | None = None
-    """Tokens of a prompt; null: half of data.max_prompt_length."""
+    """Tokens of a prompt; null: the calibration's mean, else half of data.max_prompt_length."""
     lengths: LengthConfig = field(default_factory=LengthConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     costs: CostConfig = field(default_factory=CostConfig)
@@ -87,8 +87,9 @@ class SimulationConfig:
     """What `python -m psrl.simulate calibrate RUN_DIR` wrote: costs, lengths and prompt sizes of a real run, where the keys above are null."""
     uniform_reward_share: float = 0.0
     """Share of prompts whose samples all get the same reward (what the dynamic sampling filter drops), in [0, 1]."""
-    round_s: float = 0.01
-    """Least time between two rounds of the coordinator: what arrives meanwhile is decided together. 0: a round for each event."""
+    round_s: float | None = None
+    """Least time between two rounds of the coordinator: what arrives meanwhile is decided together; 0: a round for each event. null: 0 with a
+    calibration, whose costs hold it, else 0.01."""
     tick_s: float = 1.0
     """Upper bound between two housekeeping rounds on the virtual clock, where a run has psrl.status_collection.coordinator_sync_interval_in_ms."""
     timelines: int = 32

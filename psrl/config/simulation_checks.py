@@ -20,7 +20,7 @@ def check_simulation(simulation: SimulationConfig) -> None:
     for key, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(key, value)
-    if simulation.lengths.distribution not in DISTRIBUTIONS:
+    if simulation.lengths.distribution not in (None, *DISTRIBUTIONS):
         raise ConfigError(
             f"simulation.lengths.distribution={simulation.lengths.distribution} is refused: allowed is {' | '.join(DISTRIBUTIONS)}."
         )

@@ -22,6 +22,7 @@ from psrl.cost_model.files import load_cost_model, parallel_key
 from psrl.deployment import total_agent_loops
 from psrl.protocol.cost_model import CostModel
 from psrl.rundir.layout import RunDir
+from psrl.simulate.calibrate import load_calibration
 from psrl.simulate.clock import Clock
 from psrl.simulate.costs import Costs
 from psrl.simulate.lengths import make_lengths
@@ -31,7 +32,8 @@ from psrl.simulate.world import Journal, Plan, World
 
 TRAIN_PASSES = 4
 """Marginal forward passes that a trained token costs where nothing was measured: old log-probs, forward, twice for backward."""
-FULL_RELOAD_S = 1e9
+ROUND_S = 0.01
+NEVER_S = 1e9
 
 
 def simulate(
@@ -58,6 +60,7 @@ def build(
     observers: Sequence = (),
 ) -> tuple[World, Observer]:
     """A world that has not begun, and who observes it. `observers` are called with each SimStep too."""
+    simulation = with_calibration(simulation)
     plan = make_plan(config, simulation, timeline_dir)
     warmup = simulation.warmup_steps
     observer = Observer(2 * (config.psrl.staleness + 1) if warmup is None else warmup, simulation.steps)
@@ -91,8 +94,8 @@ def make_coordinator(config: Config, simulation: SimulationConfig) -> Coordinato
         settings(nowhere),  # type: ignore[arg-type]
         validation=None,
         max_instances=p.deployment.n_rollout_instances,
-        startup_timeout_s=FULL_RELOAD_S,
-        missing_timeout_s=FULL_RELOAD_S,
+        startup_timeout_s=NEVER_S,
+        missing_timeout_s=NEVER_S,
     )
     return Coordinator(own, staleness, prompts, make_router(config), 1, 0.0, prompt_facts(config, simulation))
 
@@ -116,7 +119,9 @@ def prompt_tokens(config: Config, simulation: SimulationConfig) -> int:
 def make_plan(config: Config, simulation: SimulationConfig, timeline_dir: Path | None = None) -> Plan:
     p, rollout = config.psrl, config.gen_actor_rollout_ref.rollout
     collects = p.status_collection
-    lengths = make_lengths(simulation.lengths, config.data.max_response_length, config.seed)
+    calibration = load_calibration(Path(simulation.calibration)) if simulation.calibration else None
+    calibrated = calibration.lengths if calibration else ()
+    lengths = make_lengths(simulation.lengths, config.data.max_response_length, config.seed, calibrated)
     workload = Workload(
         prompt_tokens(config, simulation),
         lengths,
@@ -125,7 +130,7 @@ def make_plan(config: Config, simulation: SimulationConfig, timeline_dir: Path |
         config.seed,
     )
     return Plan(
-        costs=make_costs(config, simulation.costs),
+        costs=make_costs(config, simulation.costs, calibration.decode if calibration else None),
         workload=workload,
         num_instances=p.deployment.n_rollout_instances,
         num_agents=total_agent_loops(p.deployment),
@@ -135,7 +140,7 @@ def make_plan(config: Config, simulation: SimulationConfig, timeline_dir: Path |
         filtering=p.group_post_process.enable,
         steps=simulation.steps,
         save_freq=config.trainer.save_freq,
-        round_s=simulation.round_s,
+        round_s=ROUND_S if simulation.round_s is None else simulation.round_s,
         tick_s=tick_s(config, simulation),
         status_interval_s=collects.engine_sync_interval_in_ms / 1000 if collects.enable else None,
         timelines=simulation.timelines,
@@ -155,9 +160,23 @@ def tick_s(config: Config, simulation: SimulationConfig) -> float:
     return tick
 
 
-def make_costs(config: Config, given: CostConfig) -> Costs:
+def with_calibration(simulation: SimulationConfig) -> SimulationConfig:
+    """What is null filled in from the calibration, if there is one."""
+    if not simulation.calibration:
+        return simulation
+    calibration = load_calibration(Path(simulation.calibration))
+    given = dataclasses.asdict(simulation.costs)
+    return dataclasses.replace(
+        simulation,
+        costs=CostConfig(**{k: calibration.costs.get(k) if v is None else v for k, v in given.items()}),
+        prompt_tokens=simulation.prompt_tokens or calibration.prompt_tokens,
+        round_s=0.0 if simulation.round_s is None else simulation.round_s,
+    )
+
+
+def make_costs(config: Config, given: CostConfig, calibrated: CostModel | None = None) -> Costs:
     """What is given, and what follows from the decode cost model where nothing is."""
-    decode = decode_model(config, given)
+    decode = decode_model(config, given, calibrated)
     d = config.psrl.deployment
     per_token = decode.other_latency_k
     trainers = d.train_nnodes * d.train_ngpus_per_node
@@ -171,7 +190,9 @@ def make_costs(config: Config, given: CostConfig) -> Costs:
     return Costs(decode=decode, **values)
 
 
-def decode_model(config: Config, given: CostConfig) -> CostModel:
+def decode_model(config: Config, given: CostConfig, calibrated: CostModel | None) -> CostModel:
+    if calibrated is not None and not given.cost_model:
+        return calibrated
     name = given.cost_model or config.psrl.rollout_coordination.routing_strategy.cost_model_path
     if not name:
         raise ConfigError(

@@ -74,25 +74,26 @@ class Trace:
 def make_lengths(config: LengthConfig, most: int, seed: int, calibrated: Sequence[Sequence[int]] = ()) -> Lengths:
     """What `simulation.lengths` says. `calibrated`: lengths of a calibration, used where nothing else is named."""
     mean = config.mean_tokens or most / 4
-    if config.distribution == "fixed":
+    distribution = config.distribution or ("trace" if calibrated else "lognormal")
+    if distribution == "fixed":
         return Fixed(min(most, max(1, round(mean))))
-    if config.distribution == "trace":
+    if distribution == "trace":
         groups = read_trace(Path(config.trace).expanduser()) if config.trace else calibrated
         if not any(groups):
             raise ConfigError(
-                "simulation.lengths.distribution=trace but there are no lengths: give simulation.lengths.trace, or a "
-                "simulation.calibration of a run with sealed samples."
+                "simulation.lengths.distribution=trace but there are no lengths: give simulation.lengths.trace or "
+                "simulation.calibration."
             )
         return Trace(groups, most, seed)
     return LogNormal(mean, config.sigma, config.prompt_share, most, seed)
 
 
 def read_trace(path: Path) -> list[list[int]]:
-    """Lengths by group: of a run directory's sealed samples, or of a JSON file with a list of lists."""
+    """Lengths by group: of the groups in a run directory's ledger, or of a JSON file with a list of lists."""
     if path.is_dir():
-        from psrl.simulate.calibrate import sealed_groups
+        from psrl.simulate.calibrate import trained_lengths
 
-        return [[len(s.response_ids) // 4 for s in group.samples] for group in sealed_groups(path)]
+        return trained_lengths(path)[0]
     try:
         groups = json.loads(path.read_text())
         return [[int(length) for length in group] for group in groups]

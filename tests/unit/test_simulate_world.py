@@ -19,7 +19,7 @@ STEP_OF_ONE_SECOND = CostModel(
 
 @pytest.fixture(autouse=True)
 def one_second_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "decode_model", lambda config, given: STEP_OF_ONE_SECOND)
+    monkeypatch.setattr(build_module, "decode_model", lambda *given: STEP_OF_ONE_SECOND)
 
 
 def config(**changes: object) -> Config:
