@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from runs import ONE_INSTANCE, NewRun, Run, of, trained
+from runs import LONG, ONE_INSTANCE, NewRun, Run, of, stopped_at_work, trained
 
 from psrl.coordinator.records import DROPPED, REQUEUED, Occupy, Release, Reserve
 from psrl.models.resolve import run_model
@@ -186,27 +186,36 @@ def test_failing_rewards_under_redundancy_are_retried_dropped_and_replaced(new_r
 
 
 @pytest.mark.parametrize("method", ["truncate", "retry"])
-def test_stragglers_do_not_hold_up_the_trainer_twice(new_run: NewRun, method: str) -> None:
+def test_a_stuck_instance_does_not_hold_up_the_trainer(new_run: NewRun, method: str) -> None:
     run = new_run(
         {
-            **LONG_TAILED,
+            **LONG,
             f"{COORDINATION}.proactive_filter_strategy.method": method,
             f"{COORDINATION}.proactive_filter_strategy.threshold": 0.5,
+            "psrl.fault_tolerance.heartbeat_timeout_s": 8,
             "psrl.staleness": 0,
-            "trainer.total_training_steps": 4,
+            "trainer.keep_samples": True,
+            "trainer.total_training_steps": 12,
         }
     )
-    assert run.launch() == 0
-    report, counters = run.audit(), run.outcome.counters
-    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 4
-    check_samples(run)
-    finishes = Counter(sample.finish for group in sealed_groups(run).values() for sample in group.samples)
+    run.start()
+    _, stuck = stopped_at_work(run, "instance-1")
+    assert run.wait() == 0
+    run.nothing_left()
+    report, counters, sealed = run.audit(), run.outcome.counters, sealed_groups(run)
+    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 12
+    ends = {(s.finish, len(s.response_ids) // 4) for group in sealed.values() for s in group.samples}
+    assert all(
+        0 < length < 256 if finish == "truncated" else (finish, length) == ("length", 256) for finish, length in ends
+    )
     if method == "truncate":
-        assert counters["truncated"] > 0 and finishes["truncated"] > 0
+        cut = {number for number, group in sealed.items() if any(s.finish == "truncated" for s in group.samples)}
+        assert cut & stuck and counters["truncated"] >= len(cut)
         assert {reason for _, reason in report.released} <= {"empty_truncation"}
     else:
-        assert counters["retried"] == report.released[REQUEUED, "straggler"] > 0
-        assert max(gave_way(run).values()) == 1 and finishes["truncated"] == 0
+        retried = {r.group for r in of(run.records(), Release) if r.reason == "straggler"}
+        assert retried & stuck and len(retried) == counters["retried"] == report.released[REQUEUED, "straggler"]
+        assert max(gave_way(run).values()) == 1 and len(ends) == 1
 
 
 def test_what_was_made_before_an_interruption_counts_as_prompt(new_run: NewRun) -> None:
