@@ -73,8 +73,10 @@ class Staleness(StalenessState):
         if deadline < 0:
             return False
         due[deadline] += 1
-        if not self.redundant or not fits(room, due):
-            return fits(room, due)
+        if not fits(room, due):
+            return False
+        if not self.redundant or not (protected or self._protected):
+            return True
         places, own = self.protected_window(len(room))
         own[deadline] += protected
         return all_served(places, due, own)
@@ -146,7 +148,7 @@ class Staleness(StalenessState):
     ) -> list[int]:
         """Open reservations that must give way, as few as possible, the youngest first (least is lost with them), the
         protected ones never."""
-        if fits(room, due) and all_served(places, due, own):
+        if fits(room, due) and (not any(own) or all_served(places, due, own)):
             return []
         reach, last = reachable(places, own), len(room) - 1
         gone: list[int] = []

@@ -97,7 +97,7 @@ class StalenessState:
         self._checkpoints = [0]
         self._open: dict[int, Reserve] = {}
         self._due: dict[int, int] = {}  # open reservations by deadline, the last buffer each may land in
-        self._protected: Counter[int] = Counter()  # those of them that may not be aborted as redundant
+        self._protected: dict[int, int] = {}  # those of them that may not be aborted as redundant
         self._entries: dict[int, list[Entry]] = {}
         self._short: ShortBuffer | None = None
 
@@ -157,16 +157,15 @@ class StalenessState:
         self._open[record.group] = record
         self._due[deadline] = self._due.get(deadline, 0) + 1
         if record.protected:
-            self._protected[deadline] += 1
+            self._protected[deadline] = self._protected.get(deadline, 0) + 1
 
     def _close(self, group: int) -> None:
         reservation = self._open.pop(group)
         deadline = reservation.version + self.staleness
-        self._due[deadline] -= 1
-        if reservation.protected:
-            self._protected[deadline] -= 1
-        if not self._due[deadline]:
-            del self._due[deadline]
+        for counts in (self._due, self._protected) if reservation.protected else (self._due,):
+            counts[deadline] -= 1
+            if not counts[deadline]:
+                del counts[deadline]
 
     def _apply_occupy(self, record: Occupy) -> None:
         group, buffer = record.group, record.buffer
@@ -380,7 +379,7 @@ class StalenessState:
         twin._checkpoints = list(self._checkpoints)
         twin._open = dict(self._open)
         twin._due = dict(self._due)
-        twin._protected = Counter(self._protected)
+        twin._protected = dict(self._protected)
         twin._entries = {buffer: list(entries) for buffer, entries in self._entries.items()}
         return twin
 
