@@ -47,14 +47,14 @@ class Coordinator(Dispatch, Upkeep):
             self._validate(now_s)
         if self.ended is not None:
             return
-        self._look(now_s)
+        whole = self._look(now_s)
         self._route_waiting(now_s)
         self._dismiss()
         if self.draining is None:
             self._dispatch()
             self._ship()
             self._hurry()
-        self._pull_idle(now_s)
+        self._pull_idle(now_s, whole)
 
     # ---- groups ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from psrl.coordinator.views import InstanceView
 from psrl.protocol.generation import EngineStats
 
@@ -18,14 +20,17 @@ def load(view: InstanceView, indicator: str) -> float:
     >>> load(InstanceView("i", "", 8, in_flight=2, stats=EngineStats(kv_usage=0.25)), "kv_cache")
     25.0
     """
-    if view.in_flight == 0:
-        return 0.0
+    return loads([view], indicator)[0]
+
+
+def loads(views: Iterable[InstanceView], indicator: str) -> list[float]:
+    """`load` of each, in one go: a look at a large fleet is made of little else."""
     if indicator == REQUEST_NUM:
-        return float(view.in_flight)
+        return [float(i.in_flight) for i in views]
     if indicator == THROUGHPUT:
-        return view.throughput
+        return [i.throughput if i.in_flight else 0.0 for i in views]
     if indicator == KV_CACHE:
-        return 100.0 * view.stats.kv_usage
+        return [100.0 * i.stats.kv_usage if i.in_flight else 0.0 for i in views]
     raise ValueError(f"no indicator {indicator}: there are {REQUEST_NUM}, {THROUGHPUT} and {KV_CACHE}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from psrl.coordinator.load import REQUEST_NUM, load
+from psrl.coordinator.load import REQUEST_NUM, load, loads
 from psrl.coordinator.views import InstanceView
 
 HAND_BACK_S = 5.0
@@ -61,16 +61,20 @@ def to_relieve(
     Only an instance that may serve every sample of the busy one is compared with it: `newest_group` gives the newest
     version of a group at each instance, and is asked only when loads are far apart. `may_take`: it has a free place.
     """
-    loads = {i.name: load(i, settings.indicator) for i in views}
-    least = min(loads.values(), default=0.0)
-    busy_ones = [i for i in views if overloaded(i, least, settings) and may_give(i)]
+    by_load = loads(views, settings.indicator)
+    least = max(1.0, min(by_load, default=0.0))
+    busy_ones = [
+        i
+        for i, x in zip(views, by_load, strict=True)
+        if x >= settings.threshold * least and overloaded(i, least, settings) and may_give(i)
+    ]
     if not busy_ones:
         return None
-    needs = newest_group()
-    takers = sorted((i for i in views if may_take(i)), key=lambda i: (loads[i.name], i.name))
-    for busy in sorted(busy_ones, key=lambda i: (-loads[i.name], i.name)):
+    needs, load_of = newest_group(), dict(zip((i.name for i in views), by_load, strict=True))
+    takers = sorted((i for i in views if may_take(i)), key=lambda i: (load_of[i.name], i.name))
+    for busy in sorted(busy_ones, key=lambda i: (-load_of[i.name], i.name)):
         taker = next((i for i in takers if i is not busy and i.version >= needs.get(busy.name, 0)), None)
-        if taker is not None and overloaded(busy, loads[taker.name], settings):
+        if taker is not None and overloaded(busy, load_of[taker.name], settings):
             return busy, taker
     return None
 
@@ -118,11 +122,14 @@ class Migrations:
     def note_relief(self, views: Sequence[InstanceView], settings: MigrationSettings) -> None:
         """An instance that was migrated from and is not overloaded any more may be migrated from again."""
         if self._spared:
-            least = min((load(i, settings.indicator) for i in views), default=0.0)
+            least = min(loads(views, settings.indicator), default=0.0)
             for view in views:
                 if view.name in self._spared and not overloaded(view, least, settings):
                     del self._spared[view.name]
 
-    def believes(self, view: InstanceView, settings: MigrationSettings) -> bool:
-        """Whether what is known of its load dates from after the last placement."""
-        return not settings.goes_by_reports or not view.in_flight or view.reported_s >= self._placed_s + SETTLE_S
+    def believed(self, views: list[InstanceView], settings: MigrationSettings) -> list[InstanceView]:
+        """Those of whose load something is known that dates from after the last placement."""
+        if not settings.goes_by_reports:
+            return views
+        since_s = self._placed_s + SETTLE_S
+        return [i for i in views if i.reported_s >= since_s or not i.in_flight]

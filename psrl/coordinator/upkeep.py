@@ -86,32 +86,39 @@ class Upkeep(Membership):
     def _whole_look_s(self) -> float:
         return self.looked_s + self.settings.sync.check_interval_s
 
-    def _look(self, now_s: float) -> None:
-        """Sync, then migration, for whom something may have changed."""
-        whole = now_s >= self._whole_look_s
-        if whole:
+    def _look(self, now_s: float) -> bool:
+        """Sync, then migration, for whom something may have changed. True: for everybody."""
+        due = now_s >= self._whole_look_s
+        if due:
             self.looked_s = now_s
-        self._sync(now_s, whole)
-        if whole:
+        whole = due
+        if self._can_be_pulled:
+            newest = self.staleness.version, self.staleness.incarnation
+            whole = self.lagging.aim(*newest, self.placement.instances.values()) or due
+            self._sync(now_s, whole)
+        if due:
             self._migrate(now_s)
+        return whole
+
+    @property
+    def _can_be_pulled(self) -> bool:
+        """What the ledger knows as published can be fetched from the trainer that is here now."""
+        return self.pullable_version >= self.staleness.version
 
     def _sync(self, now_s: float, whole: bool) -> None:
-        """Tell instances to pull. Only what the ledger knows as published is pulled, and only once it can be."""
-        version, incarnation = self.staleness.version, self.staleness.incarnation
-        if self.pullable_version < version:
-            return
-        whole = self.lagging.aim(version, incarnation, self.placement.instances.values()) or whole
+        """Tell instances to pull."""
         looked_at = self.lagging.all() if whole else self.lagging.among(self.placement.changed)
         if self.sync_strategy.whole_fleet and not whole:
-            looked_at = [i for i in looked_at if serves_nothing(i, incarnation)]
+            looked_at = [i for i in looked_at if serves_nothing(i, self.staleness.incarnation)]
         if looked_at:
             for view in pulls(self.sync_strategy, looked_at, self._moment(now_s)):
                 self._order_pull(view)
 
-    def _pull_idle(self, now_s: float) -> None:
+    def _pull_idle(self, now_s: float, whole: bool) -> None:
         """Whoever is behind and got nothing to do pulls, whatever the strategy says: see `sync.strategy`."""
-        if self.lagging and self.pullable_version >= self.staleness.version:
-            for view in idle_pulls(self.lagging.all(), now_s):
+        if self.lagging and self._can_be_pulled:
+            looked_at = self.lagging.all() if whole else self.lagging.among(self.placement.changed)
+            for view in idle_pulls(looked_at, now_s):
                 self._order_pull(view)
         self.placement.changed.clear()
 
@@ -128,9 +135,7 @@ class Upkeep(Membership):
         settings, migrations = self.settings.migration, self.migrations
         if settings is None or migrations.under_way(self.placement.groups, now_s):
             return
-        views = [
-            i for i in self.placement.instances.values() if self._serves_on(i) and migrations.believes(i, settings)
-        ]
+        views = migrations.believed(self._serving(), settings)
         migrations.note_relief(views, settings)
         waiting = self._moment(now_s).waiting_for
         found = to_relieve(
@@ -151,15 +156,14 @@ class Upkeep(Membership):
 
     # ---- facts -----------------------------------------------------------------------------------------------
 
-    def _serves_on(self, view: InstanceView) -> bool:
-        """It serves these weights' incarnation and will do so for a while: it neither leaves nor pulls."""
-        return (
-            not view.leaving
-            and not view.draining
-            and view.pulling < 0
-            and view.version >= 0
-            and view.incarnation == self.staleness.incarnation
-        )
+    def _serving(self) -> list[InstanceView]:
+        """Instances that serve this incarnation and will do so for a while: they neither leave nor pull."""
+        incarnation = self.staleness.incarnation
+        return [
+            i
+            for i in self.placement.instances.values()
+            if i.incarnation == incarnation and i.version >= 0 > i.pulling and not (i.leaving or i.draining)
+        ]
 
     def _free_slots(self, view: InstanceView) -> int:
         return free_slots(view, self.settings.max_concurrent, self.settings.reject_on_waiting)
@@ -183,5 +187,4 @@ class Upkeep(Membership):
 
     def _waiting_versions(self) -> Counter[int]:
         """Requests that wait for an instance, by the version of their group."""
-        groups = self.placement.groups
-        return Counter(groups[group].version for group in (w.group for w in self.waiting_routes) if group in groups)
+        return Counter(w.version for w in self.waiting_routes if w.group in self.placement.groups)

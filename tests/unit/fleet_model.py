@@ -313,7 +313,9 @@ class Fleet:
 
     def possible(self) -> list[tuple[str, Callable[[], None]]]:
         """Everything that can happen next, in a fixed order."""
-        moves = [(f"{a}>{b}", lambda k=(a, b): self.deliver(k)) for (a, b), queue in sorted(self.channels.items()) if queue]
+        moves = [
+            (f"{a}>{b}", lambda k=(a, b): self.deliver(k)) for (a, b), queue in sorted(self.channels.items()) if queue
+        ]
         for name, instance in self.instances.items():
             if instance.alive:
                 moves += [

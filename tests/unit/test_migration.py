@@ -126,13 +126,14 @@ def test_whom_it_did_relieve_may_be_relieved_again_at_once() -> None:
 
 def test_reported_loads_are_believed_only_when_reported_after_the_last_placement() -> None:
     migrations, view = Migrations(), at("b", 5, reported_s=0.0)
-    assert migrations.believes(view, BY_KV)
+    assert migrations.believed([view], BY_KV) == [view]
     migrations.begin("b", {1: 5}, now_s=10.0)
     migrations.left(1, "b", 5)
     assert not migrations.under_way({1}, now_s=11.0)
     view.reported_s = 11.0 + SETTLE_S - 0.01
-    assert not migrations.believes(view, BY_KV)
-    assert migrations.believes(view, FIVE_TIMES), "the coordinator counts samples itself"
+    assert migrations.believed([view], BY_KV) == []
+    assert migrations.believed([view], FIVE_TIMES) == [view], "the coordinator counts samples itself"
     view.reported_s = 11.0 + SETTLE_S
-    assert migrations.believes(view, BY_KV)
-    assert migrations.believes(at("a", 0), BY_KV), "who has nothing reports nothing"
+    assert migrations.believed([view], BY_KV) == [view]
+    idle = at("a", 0)
+    assert migrations.believed([idle], BY_KV) == [idle], "who has nothing reports nothing"

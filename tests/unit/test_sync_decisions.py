@@ -162,12 +162,11 @@ def room(**at: int):
 def test_the_estimate_by_hand(fields: dict[str, float], facts: dict[str, object], gain: float) -> None:
     view, now = behind(**fields), moment(**(WORTH | facts))
     assert gain_tokens(view, now, unclaimed_samples(now)) == gain
-    at = SyncSettings(method="status_based", indicator="hypothesis_test", threshold=gain, check_req_before_sync=False)
-    below = SyncSettings(
-        method="status_based", indicator="hypothesis_test", threshold=gain - 1, check_req_before_sync=False
-    )
-    assert HypothesisTest(at).choose([view], now) == []
-    assert HypothesisTest(below).choose([view], now) == [view]
+    for threshold in (0, max(gain, 0), max(gain - 1, 0)):  # a threshold is never negative
+        settings = SyncSettings(
+            method="status_based", indicator="hypothesis_test", threshold=threshold, check_req_before_sync=False
+        )
+        assert HypothesisTest(settings).choose([view], now) == [view] * (gain > threshold)
 
 
 def test_no_more_instances_pull_than_there_is_work_for_the_cheapest_first() -> None:

@@ -72,13 +72,15 @@ def test_no_sample_is_lost_or_made_twice_in_any_order_and_the_run_ends(fleet: Fl
     for instance in fleet.instances.values():
         if not instance.alive:
             fleet.restart(instance)
-    fleet.calm(rounds=2000)
+    fleet.calm(rounds=500)
     fleet.check_end(BUFFER, staleness)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sync=sync_settings, staleness=st.integers(0, 3), instances=st.integers(1, 5), partial=st.booleans())
-def test_a_quiet_run_ends_under_every_strategy(sync: SyncSettings, staleness: int, instances: int, partial: bool) -> None:
+def test_a_quiet_run_ends_under_every_strategy(
+    sync: SyncSettings, staleness: int, instances: int, partial: bool
+) -> None:
     """Nothing goes wrong here: what could stop the run is the strategy alone."""
     fleet = Fleet(
         lambda group, sample: 1 + (group + sample) % 3 * 5,
@@ -90,6 +92,6 @@ def test_a_quiet_run_ends_under_every_strategy(sync: SyncSettings, staleness: in
         partial_rollout=partial,
         sync=sync,
     )
-    fleet.calm(rounds=2000)
+    fleet.calm(rounds=500)
     fleet.check_end(BUFFER, staleness)
     assert fleet.run.core.counters["pulls"] >= instances

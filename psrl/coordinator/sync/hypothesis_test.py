@@ -38,8 +38,13 @@ class HypothesisTest:
 
     def choose(self, lagging: Sequence[InstanceView], moment: Moment) -> list[InstanceView]:
         unclaimed = unclaimed_samples(moment)
+        if not unclaimed:
+            return []
         chosen = []
-        for view in sorted(unhindered(self.settings, lagging, moment), key=lambda i: (cost_tokens(i), i.name)):
+        by_cost = sorted((cost_tokens(i), i.name, i) for i in unhindered(self.settings, lagging, moment))
+        for cost, _, view in by_cost:
+            if unclaimed * moment.mean_response_tokens - cost <= self.settings.threshold:
+                break  # nor would it pay for any that costs more
             if gain_tokens(view, moment, unclaimed) > self.settings.threshold:
                 chosen.append(view)
                 unclaimed -= min(moment.free_slots(view), unclaimed)
@@ -48,12 +53,12 @@ class HypothesisTest:
 
 def unclaimed_samples(moment: Moment) -> int:
     """Samples to start at the published version that no instance which holds or pulls it has a place for."""
-    places = sum(moment.free_slots(i) for i in moment.instances if _will_serve(i, moment))
-    return max(0, moment.startable(moment.version) - places)
-
-
-def _will_serve(view: InstanceView, moment: Moment) -> bool:
-    return view.pulling == moment.version or (view.version, view.incarnation) == (moment.version, moment.incarnation)
+    there = moment.startable(moment.version)
+    newest = (moment.version, moment.incarnation)
+    for view in moment.instances:
+        if there > 0 and (view.pulling == moment.version or (view.version, view.incarnation) == newest):
+            there -= moment.free_slots(view)
+    return max(0, there)
 
 
 def gain_tokens(view: InstanceView, moment: Moment, unclaimed: int) -> float:

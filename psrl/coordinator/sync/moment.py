@@ -31,6 +31,8 @@ class Moment:
     reject_on_waiting: bool = False
     mean_response_tokens: float = 0.0
     """Of the samples finished so far; 0 before the first."""
+    _startable: dict[int, int] = field(default_factory=dict, repr=False)
+    """What was counted already."""
 
     def free_slots(self, view: InstanceView) -> int:
         return free_slots(view, self.limit, self.reject_on_waiting)
@@ -45,5 +47,7 @@ class Moment:
 
     def startable(self, version: int) -> int:
         """Samples that instances of `version` could start, had they places without end: waiting ones and new groups."""
-        groups = self.room(version) if self.more_groups else 0
-        return self.waiting_for(version) + groups * self.samples_per_group
+        if version not in self._startable:
+            groups = self.room(version) if self.more_groups else 0
+            self._startable[version] = self.waiting_for(version) + groups * self.samples_per_group
+        return self._startable[version]

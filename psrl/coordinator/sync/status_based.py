@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psrl.coordinator.load import load
+from psrl.coordinator.load import loads
 from psrl.coordinator.sync.moment import Moment
 from psrl.coordinator.sync.settings import SyncSettings
 from psrl.coordinator.views import InstanceView
@@ -25,10 +25,9 @@ class StatusBased:
         self.settings = settings
 
     def choose(self, lagging: Sequence[InstanceView], moment: Moment) -> list[InstanceView]:
-        return [i for i in unhindered(self.settings, lagging, moment) if self._low(i)]
-
-    def _low(self, view: InstanceView) -> bool:
-        return load(view, self.settings.indicator) <= self.settings.threshold
+        by_load = loads(lagging, self.settings.indicator)
+        low = [i for i, x in zip(lagging, by_load, strict=True) if x <= self.settings.threshold]
+        return unhindered(self.settings, low, moment)
 
 
 def unhindered(settings: SyncSettings, lagging: Sequence[InstanceView], moment: Moment) -> list[InstanceView]:
@@ -41,4 +40,5 @@ def unhindered(settings: SyncSettings, lagging: Sequence[InstanceView], moment: 
         return []
     if not settings.check_req_before_sync or not moment.waiting:
         return list(lagging)
-    return [i for i in lagging if not (moment.waiting_for(i.version) and moment.free_slots(i))]
+    served = {version for version in {i.version for i in lagging} if moment.waiting_for(version)}
+    return [i for i in lagging if i.version not in served or not moment.free_slots(i)]

@@ -40,9 +40,11 @@ def serves_nothing(view: InstanceView, incarnation: int) -> bool:
 
 def pulls(strategy: SyncStrategy, lagging: Iterable[InstanceView], moment: Moment) -> list[InstanceView]:
     """Who pulls `moment.version` now, out of instances that are behind it."""
-    able = [i for i in lagging if may_pull(i, moment.now_s)]
-    must = [i for i in able if serves_nothing(i, moment.incarnation)]
-    others = [i for i in able if not serves_nothing(i, moment.incarnation)]
+    must: list[InstanceView] = []
+    others: list[InstanceView] = []
+    for view in lagging:
+        if may_pull(view, moment.now_s):
+            (must if serves_nothing(view, moment.incarnation) else others).append(view)
     return [*must, *(strategy.choose(others, moment) if others else ())]
 
 
