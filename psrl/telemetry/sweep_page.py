@@ -34,6 +34,8 @@ FIGURES = (
     Column("samples/s", lambda r: known(r.samples_per_s, ".4g")),
     Column("samples/s ratio", lambda r: known(r.samples_ratio, ".2f")),
     Column("tokens/s", lambda r: big(r.tokens_per_s)),
+    Column("mean length", lambda r: known(r.length_consumed, ".1f")),
+    Column("launched, at least", lambda r: known(r.length_at_least, ".1f")),
     Column("max staleness", lambda r: known(r.max_staleness, "d")),
     Column("instances busy", lambda r: known(r.rollout_busy_fraction, ".0%")),
     Column("trainer busy", lambda r: known(r.train_busy_fraction, ".0%")),
@@ -87,6 +89,8 @@ def definition(record: SweepRecord) -> str:
         "Step: median time of a step, the first left out, since it waits for the first samples of all; samples/s and "
         "tokens/s: what was trained over step time, in the same steps. "
         f"Speed-up: step time of {over}, divided by this member's; samples/s ratio: samples/s over that member's. "
+        "Mean length: response tokens of what trained; launched, at least: of everything that was begun (what was "
+        "cut short would have been longer): where the two differ, short answers were favoured. "
         "First and last reward: means of five steps each."
     )
 

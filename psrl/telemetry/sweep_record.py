@@ -23,6 +23,8 @@ FROM_SUMMARY = (
     "max_staleness",
     "rollout_busy_fraction",
     "train_busy_fraction",
+    "length_consumed",
+    "length_at_least",
     "wall_s",
 )
 """Figures that are those of the member's own page."""
@@ -52,6 +54,9 @@ class SweepRow:
     max_staleness: int | None
     rollout_busy_fraction: float | None
     train_busy_fraction: float | None
+    length_consumed: float | None
+    """Mean tokens of the responses that trained; beside it a lower bound of the mean of all that were launched."""
+    length_at_least: float | None
     wall_s: float | None
     reference: str | None = None
     """Name of the member that the two ratios are over."""
