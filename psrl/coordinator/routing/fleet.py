@@ -53,8 +53,11 @@ class Fleet:
         return free_slots(view, self.limit, self.reject_on_waiting) >= num_samples
 
     def _settle(self) -> None:
-        while self._noted:
-            name, view = self._noted.popitem()
+        if not self._noted:
+            return
+        changed = list(self._noted.items())
+        self._noted.clear()
+        for name, view in changed:
             pool = pool_of(view)
             if self._pool_of.get(name) != pool:
                 self._leave_pool(name)
