@@ -15,18 +15,19 @@ PACKAGE = Path(__file__).resolve().parents[2] / "psrl"
 WHOLE_SECTIONS = ("data.task_params", "data.reasoning_gym.params")
 
 
-def attributes_read() -> set[str]:
-    """Names after a dot in every file that does something with the configuration."""
-    return {
-        node.attr
+def names_read() -> set[str]:
+    """Names after a dot, and whole keys as text, in every file that does something with the configuration."""
+    nodes = [
+        node
         for file in PACKAGE.rglob("*.py")
         if not (file.parent.name == "config" and (file.name.endswith("checks.py") or file.name == "schema.py"))
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-    }
+    ]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return attributes | {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def test_every_key_is_read_somewhere() -> None:
-    read = attributes_read()
+    read = names_read()
     names = {key: key.rpartition(".")[2] for key in documented_keys() if key not in WHOLE_SECTIONS}
-    assert [key for key, name in names.items() if name not in read] == []
+    assert [key for key, name in names.items() if not {key, name} & read] == []
