@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from psrl.telemetry import distribution_plots, plots, population_plots
+from psrl.telemetry import coordination, coordination_plots, distribution_plots, plots, population_plots
 from psrl.telemetry.figures import data_uri
 from psrl.telemetry.population import describe, run_population
 from psrl.telemetry.record import RunRecord
@@ -90,6 +90,14 @@ def build_sections(record: RunRecord, zero_s: float) -> list[Section]:
             [
                 Plot(lambda: population_plots.mean_lengths(rows), "Mean lengths of consumed and of all samples"),
                 Plot(lambda: population_plots.ends_by_kind(rows), "Samples by how they ended"),
+            ],
+        ),
+        (
+            "Sync and migration",
+            coordination.describe(rows),
+            [
+                Plot(lambda: coordination_plots.events(rows), "Pulls and migrations over steps"),
+                Plot(lambda: coordination_plots.moved_samples(rows), "Interrupted and migrated samples over steps"),
             ],
         ),
         (
