@@ -94,3 +94,6 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     decode_steps: int = 0
     decode_kv_tokens: int = 0
     """Counter: tokens held, summed over all decode steps. With `generated_tokens` it says what the steps were made of."""
+    prefills: int = 0
+    prefill_s: float = 0.0
+    """Of `busy_s`, what was spent in the `prefills`."""

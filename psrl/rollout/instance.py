@@ -44,7 +44,7 @@ KV_STEP = 0.01
 """A change of KV usage that is worth a report."""
 RATE_REPORTS = 5
 """While nothing but tokens changes, a report comes every so many intervals: a throughput is measured between them."""
-WORK = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens", "busy_s")
+WORK = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens", "prefills", "prefill_s", "busy_s")
 """Counters of the engine that each switch notes in the timeline, as differences to the switch before."""
 PULL_POLL_S = 0.002
 """While idle, how soon weights that have arrived are seen."""

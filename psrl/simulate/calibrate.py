@@ -30,7 +30,9 @@ from psrl.telemetry.timeline_read import by_name, read_timeline
 WARMUP_STEPS = 3
 """First steps that are left out: caches fill, threads start."""
 LEAST_POINTS = 5
-FEATURES = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens")
+FEATURES = ("decode_steps", "generated_tokens", "decode_kv_tokens")
+LEAST_SPREAD = 0.3
+"""Prefills of one size only (by standard deviation over mean) do not tell the cost of a token from that of a prefill."""
 FILE_NAME = "calibration.json"
 
 
@@ -71,11 +73,13 @@ def calibrate(run_dir: Path) -> Calibration:
             f"timelines, where at least {LEAST_POINTS} steps and one instance are needed."
         )
     spans = [span for own in instances.values() for span in own]
-    decode, prefill, decode_error = fit_decode(spans)
+    decode, decode_error = fit_decode(spans)
+    prefill_s, prefill_s_per_token = fit_prefill(spans, decode.other_latency_k)
     train_s, per_token, train_error = fit_training(rows)
     costs = {
         "step_overhead_s": step_overhead(spans),
-        "prefill_s_per_token": prefill,
+        "prefill_s": prefill_s,
+        "prefill_s_per_token": prefill_s_per_token,
         "train_s": train_s,
         "train_s_per_token": per_token,
         "push_s": _mean(rows, "timing_s/push_weights"),
@@ -95,18 +99,17 @@ def calibrate(run_dir: Path) -> Calibration:
 # ---- fits ----------------------------------------------------------------------------------------------------
 
 
-def fit_decode(spans: Sequence[Span]) -> tuple[CostModel, float, float]:
-    """(cost model, prefill seconds a token, median relative error), by least squares of relative errors on the busy
-    seconds between two switches: busy = b steps + k sequences x steps + a tokens held x steps + p prefilled tokens."""
-    work = [s.attributes for s in spans if s.name == SWITCH and s.attributes.get("decode_steps", 0) > 0]
+def fit_decode(spans: Sequence[Span]) -> tuple[CostModel, float]:
+    """(cost model, median relative error), by least squares of relative errors on what was decoded between two switches:
+    seconds = b steps + k (sequences, summed over steps) + a (tokens held, summed over steps)."""
+    work = _work(spans)
     if len(work) < LEAST_POINTS:
         raise ConfigError(
             f"The timeline notes the engine's work only {len(work)} times, where at least {LEAST_POINTS} are needed: train more steps."
         )
-    busy = np.array([w["busy_s"] for w in work])
+    seconds = np.array([w["busy_s"] - w["prefill_s"] for w in work])
     columns = np.array([[w[name] for name in FEATURES] for w in work], dtype=float)
-    coefficients, error = _fit(columns, busy)
-    step, sequence, held, prefill = coefficients
+    (step, sequence, held), error = _fit(columns, seconds)
     if step + sequence <= 0:
         raise ConfigError(
             "The engine's busy time does not depend on its decode steps: the run is too short or too uneven."
@@ -118,7 +121,26 @@ def fit_decode(spans: Sequence[Span]) -> tuple[CostModel, float, float]:
         attn_latency_b=0.0,
         attn_latency_k=held,
     )
-    return model, prefill, error
+    return model, error
+
+
+def fit_prefill(spans: Sequence[Span], decode_s_per_sequence: float) -> tuple[float, float]:
+    """(seconds a prefill, seconds a token of it). Where all prefills are alike a token counts as much as a sequence of a
+    decode step, for which the same is computed, and the rest is the prefill's own."""
+    work = [w for w in _work(spans) if w["prefills"] and w["prompt_tokens"]]
+    if not work:
+        return 0.0, decode_s_per_sequence
+    sizes = np.array([w["prompt_tokens"] / w["prefills"] for w in work])
+    if sizes.std() >= LEAST_SPREAD * sizes.mean():
+        columns = np.array([[w["prefills"], w["prompt_tokens"]] for w in work], dtype=float)
+        (each, per_token), _ = _fit(columns, np.array([w["prefill_s"] for w in work]))
+        return each, per_token
+    rest = sum(w["prefill_s"] for w in work) - decode_s_per_sequence * sum(w["prompt_tokens"] for w in work)
+    return max(0.0, rest) / sum(w["prefills"] for w in work), decode_s_per_sequence
+
+
+def _work(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    return [s.attributes for s in spans if s.name == SWITCH and s.attributes.get("decode_steps", 0) > 0]
 
 
 def fit_training(rows: Sequence[Row]) -> tuple[float, float, float]:

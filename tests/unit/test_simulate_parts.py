@@ -13,7 +13,7 @@ from psrl.config.errors import ConfigError
 from psrl.config.simulation import LengthConfig, SimulationConfig
 from psrl.config.simulation_checks import check_simulation
 from psrl.simulate.__main__ import main
-from psrl.simulate.calibrate import between_roles, fit_decode, fit_training, non_negative, step_overhead
+from psrl.simulate.calibrate import between_roles, fit_decode, fit_prefill, fit_training, non_negative, step_overhead
 from psrl.simulate.compose import compose_simulation
 from psrl.simulate.lengths import make_lengths
 from psrl.telemetry.timeline import BUSY, PUSH, SWITCH, WAIT, Span
@@ -64,6 +64,8 @@ def switch(steps: int, tokens: int, held: int, prefilled: int, busy_s: float) ->
         "generated_tokens": tokens,
         "decode_kv_tokens": held,
         "prompt_tokens": prefilled,
+        "prefills": 2,
+        "prefill_s": 0.01 + 5e-5 * prefilled,
         "busy_s": busy_s,
     }
     return Span(SWITCH, 0.0, 0.0, attributes={"version": 1, **work})
@@ -75,15 +77,21 @@ def test_decode_coefficients_are_found_again_despite_a_stall() -> None:
     for _ in range(40):
         steps = rng.randint(50, 250)
         tokens, held, prefilled = steps * rng.randint(2, 60), steps * rng.randint(100, 9000), rng.randint(50, 4000)
-        busy_s = 2e-3 * steps + 1e-5 * tokens + 3e-8 * held + 5e-5 * prefilled
-        spans.append(switch(steps, tokens, held, prefilled, busy_s * rng.uniform(0.99, 1.01)))
+        busy_s = 2e-3 * steps + 1e-5 * tokens + 3e-8 * held
+        busy_s = busy_s * rng.uniform(0.99, 1.01) + 0.01 + 5e-5 * prefilled
+        spans.append(switch(steps, tokens, held, prefilled, busy_s))
     spans[7] = switch(100, 1000, 10_000, 100, 50.0)
-    model, prefill, error = fit_decode(spans)
+    model, error = fit_decode(spans)
     assert model.other_latency_b == pytest.approx(2e-3, rel=0.1)
     assert model.other_latency_k == pytest.approx(1e-5, rel=0.3)
     assert model.attn_latency_k == pytest.approx(3e-8, rel=0.3)
-    assert prefill == pytest.approx(5e-5, rel=0.1)
     assert error < 0.02
+    assert fit_prefill(spans, 1e-5) == pytest.approx((5e-3, 5e-5))
+
+
+def test_prefills_of_one_size_count_a_token_as_decoding_does() -> None:
+    spans = [switch(10, 10, 10, 100, 1.0) for _ in range(8)]  # 15 ms for two prefills of 50 tokens
+    assert fit_prefill(spans, 1e-5) == pytest.approx((7e-3, 1e-5))
 
 
 def test_non_negative_is_the_best_of_what_is_allowed() -> None:

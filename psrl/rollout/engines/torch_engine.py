@@ -75,6 +75,8 @@ class TorchEngine:
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._decode_steps = self._decode_kv_tokens = 0
+        self._prefills = 0
+        self._prefill_s = 0.0
         self._busy_s = 0.0
 
     @classmethod
@@ -161,7 +163,10 @@ class TorchEngine:
         self._move_rows(self._scheduler.preempt())
         admissions, more_to_prefill = self._scheduler.admit(PREFILL_TOKENS)
         if admissions:
+            begun = time.perf_counter()
             self._prefill(admissions)
+            self._prefills += 1
+            self._prefill_s += time.perf_counter() - begun
         # Decoding a part of the batch costs nearly as much as decoding all of it: fill the rows first.
         if self._scheduler.running and not more_to_prefill:
             self._decode(chunks)
@@ -256,6 +261,8 @@ class TorchEngine:
             kv_capacity_tokens=scheduler.kv_cache_tokens,
             decode_steps=self._decode_steps,
             decode_kv_tokens=self._decode_kv_tokens,
+            prefills=self._prefills,
+            prefill_s=self._prefill_s,
         )
 
     def close(self) -> None:
