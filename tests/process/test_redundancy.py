@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from runs import LONG, ONE_INSTANCE, NewRun, Run, of, stopped_at_work, trained
+from runs import ONE_INSTANCE, NewRun, Run, of, trained
 
 from psrl.coordinator.records import DROPPED, REQUEUED, Occupy, Release, Reserve
 from psrl.models.resolve import run_model
@@ -185,45 +185,56 @@ def test_failing_rewards_under_redundancy_are_retried_dropped_and_replaced(new_r
     assert max(gave_way(run).values(), default=0) <= 1
 
 
-def stopped_with_half(run: Run) -> set[int] | None:
-    """Stop instance-1 while it makes at most half of a buffer's four groups; those groups."""
-    process, groups = stopped_at_work(run, "instance-1")
-    if len(groups) <= 2:
-        return groups
-    process.resume()
-    return None
+UNEVEN = '''
+from psrl.tasks.base import TaskItem, user_message
+
+class Task:
+    """A prompt that nearly fills the context, so that its answers are short, and one that leaves all of it, in turn."""
+
+    def __init__(self, seed, size):
+        self.size = size
+
+    def items(self):
+        for i in range(self.size):
+            yield TaskItem(messages=user_message("x" * (1 if i % 2 else 960)), data_source="uneven", ground_truth="")
+
+    def score(self, answer):
+        return float(len(answer.solution_str) % 7)
+'''
 
 
 @pytest.mark.parametrize("method", ["truncate", "retry"])
-def test_a_stuck_instance_does_not_hold_up_the_trainer(new_run: NewRun, method: str) -> None:
+def test_long_answers_that_the_trainer_waits_for(new_run: NewRun, tmp_path: Path, method: str) -> None:
+    (tmp_path / "uneven.py").write_text(UNEVEN)
     run = new_run(
         {
-            **LONG,
+            **ONE_INSTANCE,
+            "data.task": "uneven:Task",
+            "data.task_params": "{size:8}",
+            "data.shuffle": False,
+            "data.max_prompt_length": 1000,
+            "data.max_response_length": 900,
+            "gen_actor_rollout_ref.rollout.max_model_len": 1024,
+            "gen_actor_rollout_ref.rollout.ignore_eos": True,
             f"{COORDINATION}.proactive_filter_strategy.method": method,
             f"{COORDINATION}.proactive_filter_strategy.threshold": 0.5,
             "psrl.staleness": 0,
             "trainer.keep_samples": True,
-            "trainer.total_training_steps": 12,
+            "trainer.total_training_steps": 2,
         }
     )
-    run.start()
-    stuck = run.until(lambda: stopped_with_half(run), "instance-1 had half of the groups")
-    assert run.wait() == 0
-    run.nothing_left()
+    assert run.launch() == 0
     report, counters, sealed = run.audit(), run.outcome.counters, sealed_groups(run)
-    assert [len(groups) for groups in trained(run.records()).values()] == [4] * 12
-    ends = {(s.finish, len(s.response_ids) // 4) for group in sealed.values() for s in group.samples}
-    assert all(
-        0 < length < 256 if finish == "truncated" else (finish, length) == ("length", 256) for finish, length in ends
-    )
+    assert [len(groups) for groups in trained(run.records()).values()] == [4, 4]
+    assert all(0 < len(s.response_ids) // 4 <= 900 for group in sealed.values() for s in group.samples)
     if method == "truncate":
-        cut = {number for number, group in sealed.items() if any(s.finish == "truncated" for s in group.samples)}
-        assert cut & stuck and counters["truncated"] >= len(cut)
-        assert {reason for _, reason in report.released} <= {"empty_truncation"}
+        assert counters["truncated"] == 4 and report.fates["trained"] == report.reserved == 8
+        finishes = {(g.prompt % 2, s.finish) for g in sealed.values() for s in g.samples}
+        assert finishes == {(0, "length"), (1, "truncated")}
     else:
-        retried = {r.group for r in of(run.records(), Release) if r.reason == "straggler"}
-        assert retried & stuck and len(retried) == counters["retried"] == report.released[REQUEUED, "straggler"]
-        assert max(gave_way(run).values()) == 1 and len(ends) == 1
+        assert counters["retried"] == report.released[REQUEUED, "straggler"] == 4
+        assert gave_way(run) == {(0, prompt): 1 for prompt in (1, 3, 5, 7)}
+        assert {s.finish for group in sealed.values() for s in group.samples} == {"length"}
 
 
 def test_what_was_made_before_an_interruption_counts_as_prompt(new_run: NewRun) -> None:
