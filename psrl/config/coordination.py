@@ -92,12 +92,13 @@ class SyncConfig:
     indicator: str = "request_num"
     """status_based: what decides about a pull: request_num | throughput | kv_cache | hypothesis_test."""
     threshold: float | None = None
-    """Pull when the indicator of a lagging instance is at or below this: requests, tokens/s, percent of the KV cache; for
-    hypothesis_test the least estimated gain in tokens."""
+    """Pull when the indicator of a lagging instance is at or below this: requests, tokens/s, percent of the KV cache. For
+    hypothesis_test: when the estimated gain is above so many tokens. An instance with nothing to do pulls in any case."""
     check_req_before_sync: bool = True
-    """Do not pull while requests wait that this instance may still serve."""
+    """status_based: do not pull while requests wait that this instance may still serve: of its version or older, and it
+    has a free place."""
     seamless_train_version: int = 0
-    """Below this version an instance pulls only when the next buffer is already READY."""
+    """status_based: while the newest version is below this, an instance with work pulls only if the next buffer is READY."""
 
 
 @dataclass
@@ -107,11 +108,12 @@ class MigrationConfig:
     indicator: str = "request_num"
     """What is compared: request_num | throughput | kv_cache."""
     threshold: float | None = None
-    """Migrate when the busiest has at least this many times the least busy (0 counts as 1)."""
+    """Migrate when the busiest has at least this many times the least busy of those that could take over all of its requests
+    (less than 1 counts as 1)."""
     stop_indicator: str = "request_num"
     """What stop_threshold measures: request_num | throughput | kv_cache."""
     stop_threshold: float | None = None
-    """Never migrate from an instance that has no more than this."""
+    """Never migrate from an instance that has no more than this: requests, tokens/s or percent of the KV cache."""
 
 
 @dataclass
