@@ -135,6 +135,21 @@ def test_two_starts_share_one_run_and_each_step_is_logged_once(tmp_path):
     assert history[0]["_timestamp"] == times[0]  # when the step was done, not when it was logged
 
 
+def test_validations_go_along_with_the_steps_under_their_own_version(tmp_path):
+    run_dir = make_run(tmp_path / "run")
+    write_steps(run_dir, [1, 2, 3, 4])
+    with MetricsWriter(run_dir / "validation.jsonl") as writer:
+        for version in (0, 2, 4):
+            writer.write({"training/global_step": version, "val/version": version, "val/reward_mean": version / 8})
+    finish(start(run_dir, "--once"))
+    ((_, history),) = offline_runs(run_dir)
+    assert [row["_step"] for row in history] == [1, 2, 3, 4]
+    assert [(row.get("val/version"), row.get("val/reward_mean")) for row in history] == [
+        (0, 0.0), (2, 0.25), (None, None), (4, 0.5),
+    ]  # fmt: skip
+    assert [row["training/global_step"] for row in history] == [1, 2, 3, 4]
+
+
 def test_members_of_a_sweep_have_ids_of_their_own_and_a_race_ends_with_one(tmp_path):
     ids = set()
     for name in ("a", "b", "c"):
