@@ -143,6 +143,8 @@ class Placement:
                 group.tokens[name] = now
             if view := self.instances.get(name):
                 view.in_flight += after - before
+                if not view.in_flight:
+                    view.stats.waiting = 0  # whoever waited there has left, whatever it reported last
                 if now != held:
                     view.placed_tokens = max(0.0, view.placed_tokens + now - held) if view.in_flight else 0.0
                 self.changed.add(name)

@@ -30,6 +30,8 @@ class Upkeep(Membership):
 
     def _instance_status(self, sender: str, status: c.InstanceStatus, now_s: float) -> None:
         if view := self.placement.instances.get(sender):
+            if sender == self.migrations.source:
+                status.stats.waiting = 0  # its queue is being emptied: that must not keep samples from coming back
             observe(view, status.stats, status.at_s or now_s, now_s)
             self.placement.changed.add(sender)
 
@@ -152,6 +154,7 @@ class Upkeep(Membership):
             )
             self.counters["migrations"] += 1
             migrations.begin(busy.name, self.placement.samples_at(busy.name), now_s)
+            busy.stats.waiting = 0
             self._say(busy.name, c.HandBack())
 
     # ---- facts -----------------------------------------------------------------------------------------------

@@ -185,9 +185,12 @@ def hand_back(run: Run, groups: list[c.Assignment]) -> list:
 def test_the_busiest_hands_back_everything_and_it_is_placed_evenly() -> None:
     run, groups = unbalanced()
     assert handed_back(later(run)) == [], "the other one has no weights yet"
+    waiting = c.InstanceStatus(stats=EngineStats(running=14, waiting=2), at_s=1.0)
+    run.tell("instance-0", waiting)
     run.pulled("instance-1", 0)
     assert handed_back(later(run)) == ["instance-0"]
     assert handed_back(later(run)) == [], "one at a time"
+    run.tell("instance-0", waiting)  # it had not heard yet
     said = hand_back(run, groups)
     placed = [instance for message in of(said, c.Routed) for _, _, instance in message.samples]
     assert sorted(placed) == ["instance-0"] * 8 + ["instance-1"] * 8
