@@ -110,7 +110,9 @@ class Dispatch(Membership):
         while (agent := self.placement.least_busy_agent()) and (position := self.prompts.peek()) is not None:
             work = self._group_work(position)
             instance = self.fleet.choose(work, self.staleness.incarnation, self._reservable(position))
-            reserve = instance and self.staleness.reserve(
+            if instance is None:
+                break
+            reserve = self.staleness.reserve(
                 version=instance.version,
                 data_epoch=position.data_epoch,
                 prompt=position.prompt,
@@ -118,13 +120,11 @@ class Dispatch(Membership):
                 attempt=position.attempt,
                 protected=position.protected,
             )
-            if instance is None or reserve is None:
+            if reserve is None:
                 break
             self._apply(reserve)
-            at = {instance.name: work.num_samples}
-            self.placement.open(
-                reserve.group, position, reserve.version, agent.name, at, work.weight / work.num_samples
-            )
+            at, each = {instance.name: work.num_samples}, work.weight / work.num_samples
+            self.placement.open(reserve.group, position, reserve.version, agent.name, at, each)
             self.router.placed(instance, work)
             self.counters["samples/launched"] += work.num_samples
             batch.setdefault(agent.name, []).append(self._assignment(reserve))

@@ -22,11 +22,15 @@ class LengthHistory:
 
     def note(self, *, prompt: int, data_source: str, tokens: int, samples: int) -> None:
         """`samples` responses of this prompt have `tokens` tokens together."""
-        for known, key in ((self._by_prompt, prompt), (self._by_source, data_source)):
-            before = known.get(key, (0, 0))  # type: ignore[attr-defined]
-            known[key] = (before[0] + tokens, before[1] + samples)  # type: ignore[index]
+        self._by_prompt[prompt] = _added(self._by_prompt.get(prompt), tokens, samples)
+        self._by_source[data_source] = _added(self._by_source.get(data_source), tokens, samples)
 
     def remaining(self, *, prompt: int, data_source: str, so_far: int) -> float:
         """Response tokens still expected after `so_far`; 0 once it is longer than the mean."""
         tokens, samples = self._by_prompt.get(prompt) or self._by_source.get(data_source) or (self.budget, 1)
         return max(0.0, tokens / samples - so_far)
+
+
+def _added(before: tuple[int, int] | None, tokens: int, samples: int) -> tuple[int, int]:
+    """Tokens and samples seen, these among them."""
+    return (before[0] + tokens, before[1] + samples) if before else (tokens, samples)

@@ -182,17 +182,23 @@ def test_older_versions_first_and_longest_first_reach_the_router() -> None:
 
 
 def test_a_sample_that_finds_no_place_lets_new_groups_have_older_weights_only() -> None:
-    run = Run(max_concurrent=8, staleness=3)
-    run.trainer(published=1, resumed_from=1)
-    run.instance("instance-0", version=1)
-    run.instance("instance-1", version=0)
-    groups = assigned(run.hello("agent_loop", AGENT, c.AgentState()))
-    new, old = ([g.group for g in groups if g.version == v] for v in (1, 0))
-    assert len(new) == len(old) == 2  # both instances are full
-    assert not of(run.tell(AGENT, c.RouteRequest(samples=[(new[0], 0)])), c.Routed)
-    assert [g.version for g in assigned(run.finish(old[0]))] == [0]
-    said = run.finish(new[1])
-    assert [m.samples for m in of(said, c.Routed)] == [[(new[0], 0, "instance-0")]]
+    run, groups = started(max_concurrent=8, staleness=3, steps=8)
+    for g in groups[:2]:
+        run.finish(g.group)
+    run.tell("trainer-0", c.WantBuffer(buffer=0, incarnation=0))
+    run.tell("trainer-0", c.Published(version=1, incarnation=0))
+    run.pulled("instance-0", 1)
+    at = {
+        name: [n for n, g in run.core.placement.groups.items() if name in g.on] for name in ("instance-0", "instance-1")
+    }
+    assert {name: len(numbers) for name, numbers in at.items()} == {"instance-0": 2, "instance-1": 2}  # both full
+    [new] = assigned(run.finish(at["instance-0"][0]))
+    assert (new.version, new.instance) == (1, "instance-0")
+    assert not of(run.tell(AGENT, c.RouteRequest(samples=[(new.group, 0)])), c.Routed)
+    said = run.finish(at["instance-1"][0])
+    assert [(g.version, g.instance) for g in assigned(said)] == [(0, "instance-1")] and not of(said, c.Routed)
+    said = run.finish(at["instance-0"][1])
+    assert [m.samples for m in of(said, c.Routed)] == [[(new.group, 0, "instance-0")]]
     assert not assigned(said)  # 3 places are left there
 
 
