@@ -67,13 +67,15 @@ class RoutingStrategyConfig:
     max_concurrent_seqs_per_instance: int = 1024
     """Most sequences that the router places on one instance at a time."""
     request_sort_indicator: str = "small_id"
-    """Which waiting request goes first: small_id (oldest group) | short_length | long_length (tokens made so far)."""
+    """Which waiting request goes first: small_id (oldest group) | short_length | long_length (tokens made so far). One that
+    has waited 60 check intervals goes before all others."""
     candidate_sort_indicator: str = "version"
-    """Which instances new groups try first: version (newest weights) | reserve_capability (most groups that it may still reserve)."""
+    """Which of equally good instances a new group takes: version (newest weights) | reserve_capability (the weights that the
+    most groups may still be reserved with)."""
     enable_multi_priority_queue: bool = False
     """Waiting requests of groups with older versions go first."""
     enable_group_sticky: bool = False
-    """Samples of one group stay together at one instance."""
+    """A sample that goes on elsewhere goes where most of its group is, if that instance may take it."""
     enable_trajectory_sticky: bool = False
     """A sample goes on at the instance where it was before, unless it was migrated away or the instance may not take it."""
     check_interval_in_ms: int = 500
@@ -81,7 +83,8 @@ class RoutingStrategyConfig:
     cost_model_path: str | None = None
     """Cost model of throughput_optimal: a JSON file or a shipped name, for example qwen_7b."""
     delta_throughput_threshold: float = 0.5
-    """throughput_optimal holds a request back while its best gain is below this share of the gain at an empty instance."""
+    """throughput_optimal holds a request back while its best gain is below this share, in [0, 1], of the gain at an empty
+    instance; for 60 check intervals at most once it is on its way."""
     request_budget: int = 1024
     """throughput_optimal_with_budget: response tokens expected of a request when nothing is known of its prompt or data source."""
     cache_aware_policy: CacheAwarePolicyConfig = field(default_factory=CacheAwarePolicyConfig)
