@@ -29,6 +29,7 @@ from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.make_engine import make_engine
 from psrl.rollout.preemption import PreemptionWatch
+from psrl.rollout.status_reports import StatusReports
 from psrl.rollout.stream import join_chunks
 from psrl.rundir.keys import load_keys
 from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
@@ -40,10 +41,6 @@ log = logging.getLogger("psrl.instance")
 
 STREAM_INTERVAL_S = 0.05
 """Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
-KV_STEP = 0.01
-"""A change of KV usage that is worth a report."""
-RATE_REPORTS = 5
-"""While nothing but tokens changes, a report comes every so many intervals: a throughput is measured between them."""
 WORK = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens", "prefills", "prefill_s", "busy_s")
 """Counters of the engine that each switch notes in the timeline, as differences to the switch before."""
 PULL_POLL_S = 0.002
@@ -79,10 +76,7 @@ class Instance:
         self.pending: dict[bytes, list[TokenChunk]] = defaultdict(list)
         self.next_stream = 0.0
         status = role.config.psrl.status_collection
-        self.status_interval_s = status.engine_sync_interval_in_ms / 1000 if status.enable else 0.0
-        """Least time between two reports; 0: none are made."""
-        self.next_status = 0.0
-        self.reported = EngineStats()
+        self.reports = StatusReports(status.engine_sync_interval_in_ms / 1000 if status.enable else 0.0)
         self.preemption = PreemptionWatch(
             role.config.psrl.rollout_coordination.routing_strategy.max_num_waiting_reqs_after_preemption
         )
@@ -108,7 +102,8 @@ class Instance:
         self.timeline.set_offset(self.link.clock_offset_s)
         while not self.over:
             if not self.engine.has_work():
-                wait([self.server, self.link], PULL_POLL_S if self.pull.busy else self._quiet_s())
+                quiet_s = min(1.0, self.reports.due_in_s(self.engine.stats(), time.monotonic()))
+                wait([self.server, self.link], PULL_POLL_S if self.pull.busy else quiet_s)
             self._hear_coordinator()
             self._hear_agents()
             self._follow_pull()
@@ -147,7 +142,7 @@ class Instance:
                     self.over = f"the run is over: {message.status} {message.cause}"
                 case c.Welcome():
                     self.timeline.set_offset(self.link.clock_offset_s)
-                    self.reported = EngineStats()
+                    self.reports.forget()
         if self.retire_by is not None and time.monotonic() >= self.retire_by:
             self.over = self.over or f"not dismissed within {RETIRE_GRACE_S:g} s: leaving all the same"
 
@@ -290,29 +285,13 @@ class Instance:
             self.server.send(peer, TokenChunks(join_chunks(chunks)))
         self.pending.clear()
 
-    def _quiet_s(self) -> float:
-        """How long an idle instance may sleep: until a change that could not be reported at once is due."""
-        left = self.next_status - time.monotonic()
-        return left if 0.0 < left < 1.0 and self._moved(self.engine.stats(), 0.0) else 1.0
-
-    def _moved(self, stats: EngineStats, since_s: float) -> bool:
-        """Whether the coordinator should hear of these figures; the last ones went out `since_s` ago."""
-        last = self.reported
-        return (
-            (stats.running, stats.waiting, stats.preemptions) != (last.running, last.waiting, last.preemptions)
-            or abs(stats.kv_usage - last.kv_usage) >= KV_STEP
-            or (stats.generated_tokens != last.generated_tokens and since_s >= RATE_REPORTS * self.status_interval_s)
-        )
-
     def _report(self) -> None:
         clock = time.monotonic()
-        if clock < self.next_status or not self.status_interval_s:
+        if not self.reports.may_report(clock):
             return
         stats = self.engine.stats()
-        since_s = clock - self.next_status + self.status_interval_s
-        if self._moved(stats, since_s) and self.link.send(c.InstanceStatus(stats=stats, at_s=clock)):
-            self.reported = stats
-            self.next_status = clock + self.status_interval_s
+        if self.reports.due(stats, clock) and self.link.send(c.InstanceStatus(stats=stats, at_s=clock)):
+            self.reports.sent(stats, clock)
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ ALLOWED = {
     "rollout/engines": {"rollout", "protocol"},
     "rollout/partial.py": {"protocol"},
     "rollout/group_work.py": {"rollout", "protocol"},
+    "rollout/status_reports.py": {"protocol"},
     "weights/plan.py": {"weights", "protocol"},
     "weights/store.py": {"weights"},
     "trainer/micro_batches.py": {"algorithms"},
