@@ -30,8 +30,10 @@ def begin(run_dir: RunDir, overrides: Sequence[str], environ: Mapping[str, str])
     """Afterwards `outcome.json` is there only if the run is completed already. Raises ConfigError with one sentence."""
     normal, notices = normalise(overrides, has_accelerator=False, on_slurm=True)
     sizes = node_counts(environ)
-    given = {o.lstrip("+").partition("=")[0] for o in overrides}
-    derived = [f"{key}={value}" for key, value in deployment_of(sizes, environ).items() if key not in given]
+    given = {key: value for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    asked = given.get("psrl.deployment.n_validate_instances", "0")
+    validators = int(asked) if asked.isdigit() else 0  # anything else is refused below
+    derived = [f"{key}={value}" for key, value in deployment_of(sizes, environ, validators).items() if key not in given]
     config = cast(Config, OmegaConf.to_object(compose_config([*normal, *derived, f"run_dir='{run_dir.path}'"])))
     for line in (*notices, *(f"warning: {w}" for w in check(config))):
         print(f"psrl: {line}", file=sys.stderr)
@@ -44,9 +46,9 @@ def begin(run_dir: RunDir, overrides: Sequence[str], environ: Mapping[str, str])
     begin_attempt(run_dir)
 
 
-def deployment_of(sizes: tuple[int, ...], environ: Mapping[str, str]) -> dict[str, int]:
+def deployment_of(sizes: tuple[int, ...], environ: Mapping[str, str], validators: int = 0) -> dict[str, int]:
     """psrl.deployment keys that use all of a job's nodes: a rank for each GPU of a trainer node (one on a CPU), and as
-    many instances of one GPU on each rollout node.
+    many instances of one GPU on each rollout node, `validators` of them for validation.
 
     >>> deployment_of((1, 2), {})
     {'psrl.deployment.train_nnodes': 1, 'psrl.deployment.train_ngpus_per_node': 1, \
@@ -64,7 +66,7 @@ def deployment_of(sizes: tuple[int, ...], environ: Mapping[str, str]) -> dict[st
         "psrl.deployment.train_nnodes": train,
         "psrl.deployment.train_ngpus_per_node": gpus[0],
         "psrl.deployment.rollout_ngpus_per_node": gpus[1],
-        "psrl.deployment.n_rollout_instances": rollout * gpus[1],
+        "psrl.deployment.n_rollout_instances": max(1, rollout * gpus[1] - validators),
     }
 
 

@@ -16,6 +16,7 @@ from psrl.protocol.generation import SamplingParams, TokenChunk
 from psrl.protocol.validation import SourceScores, Validate
 from psrl.rollout.validation_work import ValidationWork
 from psrl.rundir.layout import RunDir
+from psrl.slurm.begin import deployment_of
 from psrl.supervisor.specs import share_children
 from psrl.tasks.base import PreparedPrompt
 from psrl.tasks.registry import build_task, task_spec
@@ -186,3 +187,9 @@ def test_refusals(changes, says):
 
 def test_a_configuration_with_validation_is_accepted():
     check(config())
+
+
+def test_a_hand_written_job_gives_the_validators_places_of_its_own_instances():
+    environ = {"SLURM_GPUS_PER_NODE_HET_GROUP_0": "8", "SLURM_GPUS_PER_NODE_HET_GROUP_1": "h100:4"}
+    key = "psrl.deployment.n_rollout_instances"
+    assert [deployment_of((1, 2), environ, validators)[key] for validators in (0, 1, 8)] == [8, 7, 1]
