@@ -20,6 +20,7 @@ from pathlib import Path
 from report_machine import describe_machine
 from staleness import COMMON, LONG, SHORT, launch
 
+from psrl.launch import prepare_overrides
 from psrl.simulate.__main__ import prepare
 from psrl.simulate.build import simulate
 from psrl.simulate.calibrate import WARMUP_STEPS, calibrate, describe
@@ -60,14 +61,12 @@ def measure(run_dir: Path) -> Figures:
 
 
 def predict(overrides: Sequence[str], calibration: Path, steps: int) -> Figures:
-    config, simulation = prepare(
-        [
-            *overrides,
-            f"simulation.calibration={calibration}",
-            f"simulation.steps={steps}",
-            f"simulation.warmup_steps={WARMUP_STEPS}",
-        ]
-    )
+    own = [
+        f"simulation.calibration={calibration}",
+        f"simulation.steps={steps}",
+        f"simulation.warmup_steps={WARMUP_STEPS}",
+    ]
+    config, simulation = prepare(prepare_overrides([*overrides, *own]))
     r = simulate(config, simulation)
     return Figures(r.step_s, r.rollout_busy, r.train_busy, r.mean_length_consumed)
 
@@ -86,9 +85,7 @@ def compare(work: str, steps: int, scratch: Path) -> tuple[list[str], bool]:
     for staleness in STALENESS:
         own = [*common, f"psrl.staleness={staleness}"]
         launch(scratch / str(staleness), own)
-        # Launch resolves its presets by itself; a simulation of the same run has no model to load.
-        simulated = ["task=chain_sum", *own] if work == "short" else own
-        real, guess = measure(scratch / str(staleness)), predict(simulated, scratch / "calibration.json", steps)
+        real, guess = measure(scratch / str(staleness)), predict(own, scratch / "calibration.json", steps)
         shown = [f"{getattr(real, n):.3f} -> {getattr(guess, n):.3f}" for n in ("step_s", "rollout", "train", "tokens")]
         off = [getattr(guess, n) / getattr(real, n) - 1 for n in ("step_s", "rollout", "train")]
         good = good and max(map(abs, off)) <= LIMIT
