@@ -7,6 +7,7 @@ A look follows events: an instance is looked at when its load or its weights cha
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 
 from psrl.coordinator.load import free_slots, observe
@@ -79,10 +80,10 @@ class Upkeep(Membership):
     @property
     def next_look_s(self) -> float:
         """When `advance` is due at the latest, event or not."""
-        considered_again_s = self.considered_s + self.settings.placing.check_interval_s
-        if not self.lagging and self.settings.migration is None:
-            return considered_again_s
-        return min(considered_again_s, self._whole_look_s)
+        look_s = math.inf if not self.lagging and self.settings.migration is None else self._whole_look_s
+        if not self.waiting_routes:
+            return look_s
+        return min(look_s, self.considered_s + self.settings.placing.check_interval_s)
 
     @property
     def _whole_look_s(self) -> float:

@@ -83,6 +83,15 @@ def test_a_new_start_under_an_old_name_replaces_it(method: str) -> None:
 
 
 @every_method
+def test_work_that_goes_somewhere_for_another_reason_is_taken_in(method: str) -> None:
+    """Stickiness places without a choice, even at an instance that joined this very moment."""
+    fleet = fleet_of(METHODS[method](), view("a", 60), new := view("b"))
+    fleet.router.placed(new, WORK)
+    new.in_flight = 61
+    assert place(fleet, WORK).name == "a"
+
+
+@every_method
 def test_equal_instances_get_equal_shares(method: str) -> None:
     fleet = fleet_of(METHODS[method](), *(view(f"i{k}", room=1000) for k in range(8)))
     for k in range(320):

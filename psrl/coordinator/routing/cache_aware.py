@@ -45,11 +45,11 @@ class CacheAware(Router):
             self._clear(row)
 
     def placed(self, view: InstanceView, work: Work) -> None:
-        self._remember(self._fleet.row_of[view.name], work)
+        if (row := self._fleet.row_of.get(view.name)) is not None:  # not yet heard of: it joined this very moment
+            self._remember(row, work)
 
     def left_behind(self, view: InstanceView, work: Work) -> None:
-        if (row := self._fleet.row_of.get(view.name)) is not None:
-            self._remember(row, work)
+        self.placed(view, work)
 
     def tidy(self, now_s: float) -> None:
         if now_s - self._tidied_s >= self.settings.tidy_interval_s:
