@@ -1,4 +1,4 @@
-"""How an instance retires: over real sockets, with an engine that makes a token a step and a coordinator in the test."""
+"""How an instance retires or hands its samples back: over real sockets, with an engine that makes a token a step and a coordinator in the test."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from psrl.net.server import Server
 from psrl.protocol import control as c
 from psrl.protocol.generation import (
     FINISH_ABORT,
+    FINISH_MIGRATED,
     FINISH_REFUSED,
     EngineStats,
     GenerateRequest,
@@ -129,6 +130,11 @@ class Stage:
 
         return self.until(found)
 
+    def running(self) -> int | None:
+        """Samples at the instance, as it said last."""
+        self.said += [message for _, message in self.server.poll(0.01)]
+        return next((m.stats.running for m in reversed(self.said) if isinstance(m, c.InstanceStatus)), None)
+
     def ask(self, group: int) -> None:
         request = GenerateRequest(
             group=group,
@@ -206,3 +212,23 @@ def test_an_instance_that_is_not_dismissed_leaves_all_the_same(stage: Stage, mon
     stage.thread.join(DEADLINE_S)
     assert not stage.thread.is_alive()
     stage.until(lambda: stage.ended(7))
+
+
+def test_an_instance_hands_every_token_back_and_goes_on_with_what_comes_next(stage: Stage) -> None:
+    stage.ask(7)
+    stage.until(lambda: len(stage.tokens(7, 1)) > 20)
+    stage.tell(c.HandBack())
+    stage.until(lambda: stage.ended(7))
+    for sample in range(2):
+        found, tokens = stage.of(7, sample), stage.tokens(7, sample)
+        assert [chunk.finish for chunk in found if chunk.finish] == [FINISH_MIGRATED]
+        assert tokens == list(range(len(tokens))) and len(tokens) > 20
+    stage.ask(8)
+    stage.until(lambda: len(stage.tokens(8, 0)) > 5 and stage.running() == 2)
+    stage.tell(c.HandBack())
+    stage.until(
+        lambda: stage.ended(8) and stage.running() == 0
+    )  # said before it sleeps, however soon after the last report
+    stage.tell(c.Shutdown(status="completed", cause=""))
+    stage.thread.join(DEADLINE_S)
+    assert not stage.thread.is_alive()
