@@ -20,7 +20,7 @@ from pathlib import Path
 from report_machine import describe_machine
 from staleness import COMMON, LONG, SHORT, launch
 
-from psrl.launch import prepare_overrides
+from psrl.config.command_line import prepare_overrides
 from psrl.simulate.__main__ import prepare
 from psrl.simulate.build import simulate
 from psrl.simulate.calibrate import WARMUP_STEPS, calibrate, describe

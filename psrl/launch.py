@@ -12,14 +12,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from psrl.config.checks import check
-from psrl.config.compose import compose_config, conf_dir, normalise, register_schema, sweep_members
+from psrl.config.command_line import ON_SLURM, prepare_overrides
+from psrl.config.compose import compose_config, conf_dir, register_schema, sweep_members
 from psrl.config.errors import ConfigError
 from psrl.config.help import add_section, render_help
 from psrl.setup_run import sweep_entry
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
-ON_SLURM = "hydra/launcher=submitit_slurm"
 HYDRA_FLAGS = ("-m", "--multirun", "--info", "--hydra-help", "--shell-completion", "-sc")
 
 
@@ -50,17 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before a role was started; later the launcher drains the run
         print("psrl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-
-
-def prepare_overrides(argv: Sequence[str]) -> list[str]:
-    """Overrides as Hydra shall see them; tells what was chosen or respelled."""
-    bad = next((a for a in argv if a.startswith("-")), None)
-    if bad is not None:
-        raise ConfigError(f"Unknown option {bad}: give KEY=VALUE pairs, --help, --cfg job or -m.")
-    overrides, notices = normalise(argv, has_accelerator=_has_accelerator(), on_slurm=ON_SLURM in argv)
-    for notice in notices:
-        print(f"psrl: {notice}", file=sys.stderr)
-    return overrides
 
 
 def run_here(config: DictConfig, sweep: Mapping[str, Any] | None = None) -> int:
@@ -137,10 +126,6 @@ def _take_cfg_flag(argv: list[str]) -> bool:
             del argv[at : at + 2]
             return True
     return False
-
-
-def _has_accelerator() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from psrl.config.checks import check
+from psrl.config.command_line import prepare_overrides
 from psrl.config.compose import sweep_members
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.config.simulation import SimulationConfig
-from psrl.launch import EXIT_REFUSED, prepare_overrides
 from psrl.report import write_report, write_sweep_report
 from psrl.rundir.layout import RunDir
 from psrl.setup_run import choose_run_dir, sweep_entry
@@ -24,6 +24,7 @@ from psrl.simulate.record import SimulationRecord
 from psrl.simulate.result import Result, table
 from psrl.telemetry.members import sweep_members as members_of
 
+EXIT_REFUSED = 2
 SWEEP_DIR = "hydra.sweep.dir="
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from psrl.config.errors import ConfigError
 from psrl.config.redundancy import redundant_sizes
@@ -166,9 +167,10 @@ def with_calibration(simulation: SimulationConfig) -> SimulationConfig:
         return simulation
     calibration = load_calibration(Path(simulation.calibration))
     given = dataclasses.asdict(simulation.costs)
+    filled: dict[str, Any] = {k: calibration.costs.get(k) if v is None else v for k, v in given.items()}
     return dataclasses.replace(
         simulation,
-        costs=CostConfig(**{k: calibration.costs.get(k) if v is None else v for k, v in given.items()}),
+        costs=CostConfig(**filled),
         prompt_tokens=simulation.prompt_tokens or calibration.prompt_tokens,
         round_s=0.0 if simulation.round_s is None else simulation.round_s,
     )

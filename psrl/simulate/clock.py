@@ -19,13 +19,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._heap: list[tuple[float, int, Callable[[int], object], int]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], object]] = []
         self._number = 0
 
     def at(self, time_s: float, call: Callable[..., object], argument: object = 0) -> None:
         """`call(argument)` at `time_s`, now at the earliest."""
         self._number += 1
-        heappush(self._heap, (max(time_s, self.now_s), self._number, call, argument))  # type: ignore[arg-type]
+        heappush(self._heap, (max(time_s, self.now_s), self._number, call, argument))  # the number decides a tie
 
     def __len__(self) -> int:
         return len(self._heap)

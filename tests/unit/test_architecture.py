@@ -40,7 +40,7 @@ ALLOWED = {
 SHELLS = {"coordinator/service.py"}
 """The one file of the coordinator that does I/O."""
 
-LIGHT = ("config", "protocol", "coordinator", "rundir", "net", "supervisor", "telemetry", "slurm", "cost_model")
+LIGHT = ("config", "protocol", "coordinator", "rundir", "net", "supervisor", "telemetry", "slurm", "cost_model", "simulate")
 
 
 def files(part: str) -> list[Path]:
