@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from threading import Thread
 
 from psrl.models.resolve import run_model
 from psrl.models.tokenizer import load_tokenizer
@@ -48,7 +49,6 @@ class Validator:
         self.tokenizer = load_tokenizer(run_model(role.run_dir).path)
         self.link = CoordinatorLink(role.run_dir, "validator", role.name, c.ValidatorState, config.psrl.fault_tolerance)
         self.pull = BackgroundPull(make_puller(role, engine.weight_specs()), config.psrl.weights.pull_timeout_s)
-        self.scorer = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         sampling, ignore_eos = config.gen_actor_rollout_ref.rollout.val_kwargs, config.gen_actor_rollout_ref.rollout
         self.sampling = SamplingParams(
             temperature=sampling.temperature,
@@ -81,7 +81,6 @@ class Validator:
     def close(self) -> None:
         self.pull.close()
         self.link.close("leaving")
-        self.scorer.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
 
     # ---- orders ----------------------------------------------------------------------------------------------
@@ -147,10 +146,17 @@ class Validator:
             for chunk in self.engine.step():
                 self.work.add(chunk)
         if self.work.complete:
-            self.scoring = self.scorer.submit(self._score, self.work)
+            self.scoring = Future()
+            # A daemon: a reward that hangs must not keep this process when the run is over.
+            Thread(target=self._score_into, args=(self.scoring, self.work), name="scoring", daemon=True).start()
+
+    def _score_into(self, scoring: Future[Scores], work: ValidationWork) -> None:
+        try:
+            scoring.set_result(self._score(work))
+        except Exception as error:  # raised again where the result is asked for
+            scoring.set_exception(error)
 
     def _score(self, work: ValidationWork) -> Scores:
-        """In a thread of its own."""
         config = self.role.config
         spec = ScoringSpec(
             task=validation_spec(config), function=config.reward.function, max_memory_gb=config.reward.max_memory_gb
