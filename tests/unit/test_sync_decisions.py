@@ -18,9 +18,10 @@ from psrl.protocol.generation import EngineStats
 pytestmark = pytest.mark.unit
 
 
-def behind(name: str = "i", *, kv_usage: float = 0.0, kv_tokens: int = 0, **fields) -> InstanceView:
-    """At version 2 of incarnation 1; 3 is published."""
-    stats = EngineStats(running=fields.get("in_flight", 0), kv_usage=kv_usage, kv_tokens=kv_tokens)
+def behind(name: str = "i", *, prefill: tuple[int, float] = (0, 0.0), **fields) -> InstanceView:
+    """At version 2 of incarnation 1; 3 is published. `prefill`: (tokens, seconds) since the engine's start."""
+    gauges = {gauge: fields.pop(gauge, 0) for gauge in ("kv_usage", "kv_tokens")}
+    stats = EngineStats(running=fields.get("in_flight", 0), prompt_tokens=prefill[0], prefill_s=prefill[1], **gauges)
     known = {"version": 2, "incarnation": 1, "max_concurrent": 8} | fields
     return InstanceView(name, "", stats=stats, **known)
 
@@ -145,6 +146,8 @@ def room(**at: int):
         ({"in_flight": 2, "kv_tokens": 150}, {"room": room(v3=3)}, 600 - 150),
         # The same with decoding at 50 tokens/s standing still for 2 s.
         ({"in_flight": 2, "kv_tokens": 150, "throughput": 50.0, "pause_s": 2.0}, {"room": room(v3=3)}, 600 - 150 - 100),
+        # Prefilled at 10 ms a token: 150 tokens of KV are 1.5 s of 50 tokens/s.
+        ({"in_flight": 2, "kv_tokens": 150, "throughput": 50.0, "prefill": (10, 0.1)}, {"room": room(v3=3)}, 600 - 75),
         # One group of 4 may still be reserved at version 2: only 2 more could start.
         ({"in_flight": 2}, {"room": room(v2=1, v3=3)}, 200),
         # All of it may be: nothing is won, the KV is lost.

@@ -3,16 +3,15 @@
 The estimate, in tokens, for an instance at version V with the published version v:
 
     gain = (started(v) - started(V)) x mean response length
-           - throughput x pause
-           - KV tokens
+           - throughput x (pause + KV tokens x prefill time of a token)
 
 - started(x): samples that the instance could start at once if it held version x, min(free places, what there is to start).
   At V that is what waits for versions up to V, and the groups that may still be reserved at V: less and less as the window
   of open buffers moves on, at last nothing. At v it is the same for v, less what the instances that hold or pull v already
   will take. A free place that only new weights can fill is all that a pull can win, and a mean response is what fills it.
-- throughput x pause: what its samples would have made while decoding stands still for the switch, as long as last time.
-- KV tokens: prompts and partial responses that must be prefilled again. A prefilled token counts as much as a decoded one.
-  It takes far less time, so this bounds the cost from above: a pull with a positive gain pays.
+- throughput x (...): what its samples would have made while decoding stands still for the switch, as long as last time, and
+  while their prompts and partial responses are prefilled again, at the engine's own mean time for a token. An engine that
+  does not say how long it prefills counts each such token as one decoded, which bounds the cost from above.
 
 Cheapest first, and each that pulls leaves less to start for the next: of many idle instances no more pull than there is
 work for.
@@ -69,5 +68,16 @@ def gain_tokens(view: InstanceView, moment: Moment, unclaimed: int) -> float:
 
 
 def cost_tokens(view: InstanceView) -> float:
-    """What a pull loses at this instance."""
-    return view.throughput * view.pause_s + view.stats.kv_tokens if view.in_flight else 0.0
+    """What a pull loses at this instance.
+
+    >>> from psrl.protocol.generation import EngineStats
+    >>> stats = EngineStats(kv_tokens=1000, prompt_tokens=5000, prefill_s=2.5)  # half a millisecond a token
+    >>> cost_tokens(InstanceView("i", "", 8, in_flight=4, throughput=80.0, pause_s=0.5, stats=stats))
+    80.0
+    """
+    if not view.in_flight:
+        return 0.0
+    stats, again = view.stats, float(view.stats.kv_tokens)
+    if stats.prompt_tokens and stats.prefill_s:
+        again = min(again, view.throughput * again * stats.prefill_s / stats.prompt_tokens)
+    return view.throughput * view.pause_s + again
