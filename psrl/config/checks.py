@@ -8,6 +8,8 @@ from typing import Any
 
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
+from psrl.config.overlap import GRANULARITIES, SCOPES
+from psrl.config.overlap_checks import check_overlap
 from psrl.config.schema import Config
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -20,6 +22,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "psrl.rollout_coordination.sync_and_mig_strategy.method": ("greedy",),
     "psrl.deployment.rollout_nnodes_per_instance": (1,),
+    "psrl.fine_grain_overlap.granularity": GRANULARITIES,
+    "psrl.fine_grain_overlap.overlap_scope": SCOPES,
     "model.dtype": ("float32", "bfloat16"),
     "gen_actor_rollout_ref.rollout.name": ("torch", "vllm"),
     "gen_actor_rollout_ref.rollout.dtype": (None, "float32", "bfloat16"),
@@ -42,6 +46,7 @@ AT_LEAST: dict[str, float] = {
     "psrl.staleness_buffer_entries": 1,
     "psrl.rollout_n": 1,
     "psrl.max_group_retries": 0,
+    "psrl.fine_grain_overlap.multiplier": 1,
     "psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance": 1,
     "psrl.status_collection.engine_sync_interval_in_ms": 1,
     "psrl.status_collection.coordinator_sync_interval_in_ms": 1,
@@ -65,6 +70,7 @@ AT_LEAST: dict[str, float] = {
     "gen_actor_rollout_ref.rollout.kv_cache_tokens": 1,
     "gen_actor_rollout_ref.rollout.max_model_len": 2,
     "train_actor_rollout_ref.actor.ppo_mini_batch_size": 1,
+    "train_actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_epochs": 1,
     "train_actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
@@ -108,6 +114,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     values = flatten(_as_dict(config))
     _check_values(values)
     _check_combinations(config)
+    overlap_notices = check_overlap(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."
         for (key, value), instead in NOT_IN_THIS_VERSION.items()
@@ -115,7 +122,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     ]
     if lacking and not only_planned:
         raise ConfigError(lacking[0])
-    return [*lacking, *_warnings(config)]
+    return [*lacking, *_warnings(config), *overlap_notices]
 
 
 def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from psrl.config.overlap import FineGrainOverlapConfig
+
 
 @dataclass
 class PartialRolloutConfig:
@@ -129,6 +131,7 @@ class PsrlConfig:
     """auto: nixl where it loads, else filesystem with a warning | nixl (refused where it does not load) | filesystem."""
     max_group_retries: int = 1
     """How often a group is tried again after a failed or timed-out reward, then its prompt is dropped and replaced."""
+    fine_grain_overlap: FineGrainOverlapConfig = field(default_factory=FineGrainOverlapConfig)
     rollout_coordination: RolloutCoordinationConfig = field(default_factory=RolloutCoordinationConfig)
     status_collection: StatusCollectionConfig = field(default_factory=StatusCollectionConfig)
     log_prob: LogProbConfig = field(default_factory=LogProbConfig)
@@ -269,6 +272,10 @@ class ActorConfig:
     """Trainer backend: fsdp2 | megatron (not in this version)."""
     ppo_mini_batch_size: int | None = None
     """Groups an optimizer step; null: the whole buffer."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Samples of a micro-batch on each rank, in batch order; null: micro-batches by ppo_max_token_len_per_gpu."""
+    use_dynamic_bsz: bool = False
+    """True: micro-batches by ppo_max_token_len_per_gpu even where ppo_micro_batch_size_per_gpu is set."""
     ppo_max_token_len_per_gpu: int = 16384
     """Token budget of a micro-batch: rows x longest row, padding included."""
     use_shared_prompt: bool = True
