@@ -6,6 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from psrl.config import algorithm_checks
+from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.overlap import GRANULARITIES, SCOPES
@@ -29,16 +31,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gen_actor_rollout_ref.rollout.dtype": (None, "float32", "bfloat16"),
     "train_actor_rollout_ref.actor.strategy": ("fsdp2", "megatron"),
     "train_actor_rollout_ref.actor.mixed_precision": ("float32", "bfloat16"),
-    "train_actor_rollout_ref.actor.loss_agg_mode": ("token-mean",),
     "train_actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    "algorithm.adv_estimator": ("grpo",),
-    "algorithm.rollout_correction.rollout_is": (None, "token"),
     "data.truncation": ("skip", "error"),
+    **algorithm_checks.CHOICES,
 }
 NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
     ("psrl.rollout_coordination.routing_strategy.method", "throughput_optimal"): "request_num_balance",
     ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
     ("train_actor_rollout_ref.actor.strategy", "megatron"): "fsdp2",
+    ("algorithm.adv_estimator", "gae"): "reinforce_plus_plus",
 }
 """Values that a job can be planned with but that this version cannot run, and what there is instead."""
 AT_LEAST: dict[str, float] = {
@@ -78,6 +79,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.total_training_steps": 1,
     "trainer.total_epochs": 1,
     "trainer.keep_last": 1,
+    **algorithm_checks.AT_LEAST,
 }
 POSITIVE: tuple[str, ...] = (
     "psrl.fault_tolerance.hello_timeout_s",
@@ -92,9 +94,8 @@ POSITIVE: tuple[str, ...] = (
     "reward.max_memory_gb",
     "train_actor_rollout_ref.actor.optim.lr",
     "train_actor_rollout_ref.actor.grad_clip",
-    "train_actor_rollout_ref.actor.clip_ratio",
-    "algorithm.rollout_correction.rollout_is_threshold",
     "gen_actor_rollout_ref.rollout.top_p",
+    *algorithm_checks.POSITIVE,
 )
 MAY_CHANGE = (
     "trainer.total_training_steps",
@@ -114,6 +115,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     values = flatten(_as_dict(config))
     _check_values(values)
     _check_combinations(config)
+    algorithm_warnings = check_algorithm(config)
     overlap_notices = check_overlap(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."
@@ -122,7 +124,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     ]
     if lacking and not only_planned:
         raise ConfigError(lacking[0])
-    return [*lacking, *_warnings(config), *overlap_notices]
+    return [*lacking, *algorithm_warnings, *overlap_notices]
 
 
 def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:
@@ -181,33 +183,12 @@ def _check_values(values: Mapping[str, Any]) -> None:
 
 
 def _check_combinations(config: Config) -> None:
-    p, actor, gen, correction = (
-        config.psrl,
-        config.train_actor_rollout_ref.actor,
-        config.gen_actor_rollout_ref.rollout,
-        config.algorithm.rollout_correction,
-    )
+    p, actor, gen = config.psrl, config.train_actor_rollout_ref.actor, config.gen_actor_rollout_ref.rollout
     mini = actor.ppo_mini_batch_size
     if mini and p.staleness_buffer_entries % mini:
         raise ConfigError(
             f"train_actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide psrl.staleness_buffer_entries={p.staleness_buffer_entries}: "
             "choose a divisor, or null for the whole buffer."
-        )
-    needs = (
-        "algorithm.rollout_correction.rollout_is"
-        if correction.rollout_is
-        else "algorithm.rollout_correction.bypass_mode"
-        if correction.bypass_mode
-        else None
-    )
-    if needs and not p.log_prob.enable_rollout_engine_log_prob:
-        raise ConfigError(
-            f"{needs} needs the engine's log-probs but psrl.log_prob.enable_rollout_engine_log_prob=False: set it to True, or set {needs} to "
-            f"{'null' if correction.rollout_is else 'False'}."
-        )
-    if config.algorithm.adv_estimator == "grpo" and p.rollout_n < 2:
-        raise ConfigError(
-            f"psrl.rollout_n={p.rollout_n} with algorithm.adv_estimator=grpo gives no advantage: a group needs at least 2 samples."
         )
     context = gen.max_model_len
     if context is not None and context <= config.data.max_prompt_length:
@@ -246,13 +227,3 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             "psrl.ps_mode=nixl but the nixl package is not installed: `pip install nixl-cu13`, or psrl.ps_mode=filesystem."
         )
-
-
-def _warnings(config: Config) -> list[str]:
-    correction = config.algorithm.rollout_correction
-    if config.psrl.staleness > 0 and not correction.rollout_is and not correction.bypass_mode:
-        return [
-            f"psrl.staleness={config.psrl.staleness} without any correction: the data comes from older policies; "
-            "consider algorithm.rollout_correction.rollout_is=token"
-        ]
-    return []
