@@ -94,15 +94,16 @@ def _rules(names: str | float | None, config: RolloutCorrectionConfig) -> tuple[
         raise ConfigError(
             f"{KEY}.rollout_rs={names} needs {KEY}.rollout_rs_threshold: a band such as 0.5_2.0 for k1, a largest value for k2 and k3."
         )
-    values = [part.strip() for part in str(threshold).split(",")] if isinstance(threshold, str) else [threshold]
+    values: list[str | float] = [threshold]
+    if isinstance(threshold, str):
+        values = [part.strip() for part in threshold.split(",")]
     if len(values) not in (1, len(rules)):
         raise ConfigError(
             f"{KEY}.rollout_rs_threshold={threshold} has {len(values)} values for {len(rules)} rules: give one, or one a rule."
         )
-    return tuple(
-        _rule(rule, value)
-        for rule, value in zip(rules, values * len(rules) if len(values) == 1 else values, strict=True)
-    )
+    if len(values) == 1:
+        values = values * len(rules)
+    return tuple(_rule(rule, value) for rule, value in zip(rules, values, strict=True))
 
 
 def _rule(name: str, threshold: str | float) -> ParsedRule:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from psrl.config.algorithm_checks import needs_reference
 from psrl.config.schema import Config
 from psrl.models.load import load_causal_lm
 from psrl.models.resolve import run_model
@@ -24,6 +26,7 @@ from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, UPDATE, WAIT, Timeli
 from psrl.trainer import checkpoints
 from psrl.trainer.backends.fsdp2 import FSDP2Backend
 from psrl.trainer.feed import Feed, Order, broadcast_order
+from psrl.trainer.objective import kl_control
 from psrl.trainer.rendezvous import init_process_group
 from psrl.trainer.step import train_step
 from psrl.weights.channel.select import make_publisher
@@ -46,6 +49,8 @@ class Trainer:
             temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
             total_steps=optimizer_steps(config),
         )
+        self.reference = make_reference(config, source.path) if needs_reference(config) else None
+        self.kl = kl_control(config)
         self.version = self._resume()
         self.publisher = make_publisher(role, rank, world_size)
         self.feed = Feed(role, resumed_from=self.version) if rank == 0 else None
@@ -61,7 +66,9 @@ class Trainer:
         found, _ = checkpoints.newest_complete(self.role.run_dir.checkpoints)
         if found is None:
             return 0
-        version = int(checkpoints.read_metadata(found)["version"])
+        metadata = checkpoints.read_metadata(found)
+        version = int(metadata["version"])
+        self.kl = kl_control(self.role.config, metadata.get("kl_coef"))
         self.actor.load(found)
         log.info("resumed from %s at version %d", found.name, version)
         return version
@@ -95,7 +102,10 @@ class Trainer:
         """One step: update on the buffer, publish the new version, checkpoint if it is due, write the metrics."""
         start = time.monotonic()
         self.read_s = 0.0
-        result = train_step(self.actor, self.role.config, buffer.groups, self._read)
+        result = train_step(
+            self.actor, self.role.config, buffer.groups, self._read, reference=self.reference, kl=self.kl
+        )
+        self.kl = result.kl
         self.timeline.add(READ, start, start + self.read_s)
         self.timeline.add(UPDATE, start + self.read_s, time.monotonic())
         self.timings |= {"read": self.read_s, "update_actor": time.monotonic() - start - self.read_s}
@@ -175,6 +185,8 @@ class Trainer:
         if self.feed is not None:
             root = self.role.run_dir.checkpoints
             metadata = {"version": self.version, "incarnation": self.feed.incarnation, "seconds": round(self.save_s, 3)}
+            if self.kl is not None:
+                metadata["kl_coef"] = self.kl.coefficient
             checkpoints.finish(checkpoints.step_directory(root, self.version), metadata)
             self.feed.checkpointed(self.version, self.save_s)
             checkpoints.prune(root, self.role.config.trainer.keep_last)
@@ -196,6 +208,16 @@ class Trainer:
         self.timeline.close()
         if self.metrics is not None:
             self.metrics.close()
+
+
+def make_reference(config: Config, path: Path) -> FSDP2Backend:
+    """The initial weights, frozen: a resumed run starts from a checkpoint, its reference does not."""
+    return FSDP2Backend(
+        load_causal_lm(path, config.model.dtype),
+        config.train_actor_rollout_ref.actor,
+        temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
+        trainable=False,
+    )
 
 
 def optimizer_steps(config: Config) -> int | None:

@@ -16,6 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from psrl.config.algorithm_checks import needs_reference
 from psrl.config.schema import Config
 from psrl.coordinator.ledger import replay
 from psrl.coordinator.records import Start, Take
@@ -28,7 +29,8 @@ from psrl.role import load_config
 from psrl.rundir.layout import RunDir
 from psrl.rundir.segments import read_sample
 from psrl.trainer.backends.fsdp2 import FSDP2Backend
-from psrl.trainer.main import optimizer_steps
+from psrl.trainer.main import make_reference, optimizer_steps
+from psrl.trainer.objective import kl_control
 from psrl.trainer.step import train_step
 
 CURVE = ("actor/pg_loss", "actor/grad_norm", "actor/loss_tokens", "rollout_corr/kl")
@@ -68,12 +70,15 @@ def replay_run(run_dir: RunDir, steps: int | None = None) -> list[dict[str, floa
         ref = taken.ref
         return _decode(read_sample(run_dir.samples, ref.segment, ref.offset, ref.length, ref.crc, deadline_s=0.0))
 
+    reference = make_reference(config, run_model(run_dir).path) if needs_reference(config) else None
+    kl = kl_control(config)
     rows = []
     for number, buffer in enumerate(recorded_buffers(run_dir, config)):
         if number == steps:
             break
-        metrics = train_step(actor, config, buffer, read).metrics
-        rows.append({name: metrics[name] for name in CURVE})
+        result = train_step(actor, config, buffer, read, reference=reference, kl=kl)
+        kl = result.kl
+        rows.append({name: result.metrics[name] for name in CURVE})
     return rows
 
 

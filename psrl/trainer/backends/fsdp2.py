@@ -28,6 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.schedule import learning_rate
+from psrl.algorithms.token_entropy import token_entropies
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
@@ -51,8 +52,9 @@ class FSDP2Backend:
 
     `model` must be the same on every rank (same weights); each keeps its shard only. A single rank that computes in
     the dtype of its weights is not sharded at all, and needs no process group. `total_steps`: optimizer steps of the
-    run, for a schedule that ends. The model stays in eval mode: dropout
-    would make the log-probs of one and the same weights differ between two passes.
+    run, for a schedule that ends. Not `trainable`: frozen weights without an optimizer, for `log_probs` only (the
+    reference policy). The model stays in eval mode: dropout would make the log-probs of one and the same weights differ
+    between two passes.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class FSDP2Backend:
         *,
         temperature: float,
         total_steps: int | None = None,
+        trainable: bool = True,
         device: torch.device | str = "cpu",
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -95,6 +98,13 @@ class FSDP2Backend:
         else:
             model.to(device)  # type: ignore[arg-type]
         self._parameters = dict(model.named_parameters())
+        if trainable:
+            self._make_optimizer(actor)
+        else:
+            model.requires_grad_(False)
+
+    def _make_optimizer(self, actor: ActorConfig) -> None:
+        """AdamW with its moments allocated now, so that `load` has somewhere to load to."""
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=actor.optim.lr,
@@ -102,9 +112,9 @@ class FSDP2Backend:
             weight_decay=actor.optim.weight_decay,
             fused=True,
         )
-        for parameter in self._parameters.values():  # now, so that `load` has somewhere to load to
+        for parameter in self._parameters.values():
             self._optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "step": torch.zeros((), dtype=torch.float32, device=self._device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -112,7 +122,7 @@ class FSDP2Backend:
     @torch.no_grad()
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """See TrainBackend. Collective: every rank must call it equally often."""
-        return self._log_probs(batch)
+        return self._token_outputs(batch)[0]
 
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
         """See TrainBackend. All ranks must pass equally many micro-batches. No micro-batch at all: no step is taken.
@@ -123,7 +133,7 @@ class FSDP2Backend:
             return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
         parts = []
         for batch in batches:
-            loss, sums = loss_fn(self._log_probs(batch), batch)
+            loss, sums = loss_fn(*self._loss_inputs(batch, getattr(loss_fn, "needs_entropy", False)))
             # FSDP averages gradients over ranks, while the loss is already divided by the global token count.
             (loss * self.world_size).backward()
             parts.append(sums)
@@ -173,18 +183,27 @@ class FSDP2Backend:
         for parameter in self._parameters.values():
             self._optimizer.state[parameter]["step"].fill_(self.steps)
 
-    def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
+    def _loss_inputs(self, batch: MicroBatch, needs_entropy: bool) -> tuple[Any, ...]:
+        """What `loss_fn` is called with."""
+        log_probs, entropy = self._token_outputs(batch, needs_entropy)
+        return (log_probs, batch) if entropy is None else (log_probs, batch, entropy)
+
+    def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs, entropies if asked for), float32 [rows, length], 0 where nothing is trained. The model runs on all
+        tokens, its output layer only on the positions that predict a trainable token."""
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
         self._predictors = _predictors(batch, targets)
         try:
             logits = self._model(input_ids=batch.input_ids, use_cache=False, **_shared_inputs(batch.layout)).logits
         finally:
             self._predictors = None
-        tokens = batch.input_ids.flatten()[targets]
-        log_probs = token_log_probs(logits, tokens, self.temperature)
-        grid = log_probs.new_zeros(batch.input_ids.numel()).index_copy(0, targets, log_probs)
-        return grid.view(batch.input_ids.shape)
+
+        def grid(values: torch.Tensor) -> torch.Tensor:
+            flat = values.new_zeros(batch.input_ids.numel()).index_copy(0, targets, values)
+            return flat.view(batch.input_ids.shape)
+
+        log_probs = token_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature)
+        return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places that predict the n targets."""
