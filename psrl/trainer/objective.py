@@ -64,13 +64,22 @@ def reward_shape(config: Config) -> Callable[[int], float] | None:
 
 def policy_loss(actor: TrainBackend, config: Config, batches: Sequence[MicroBatch]) -> PolicyLoss:
     """The loss of one optimizer step over these micro-batches of this rank. Collective: it counts those of all ranks."""
-    settings = config.train_actor_rollout_ref.actor
     tokens, sequences = actor.all_sum([count_loss_tokens(batches), count_loss_sequences(batches)])
+    return _loss_over(config, int(tokens), int(sequences))
+
+
+def undivided_loss(config: Config) -> PolicyLoss:
+    """The same loss while nobody knows yet what it is to be divided by."""
+    return _loss_over(config, 1, 1)
+
+
+def _loss_over(config: Config, tokens: int, sequences: int) -> PolicyLoss:
+    settings = config.train_actor_rollout_ref.actor
     return PolicyLoss(
         aggregation=Aggregation(
             settings.loss_agg_mode,
-            int(tokens),
-            int(sequences),
+            tokens,
+            sequences,
             settings.loss_scale_factor or float(config.data.max_response_length),
         ),
         loss_mode=settings.policy_loss.loss_mode,

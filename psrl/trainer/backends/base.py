@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -91,6 +92,27 @@ class TrainBackend(Protocol):
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step: gradients of all micro-batches accumulated, clipped, applied. Returns the partial metrics of
         `loss_fn` combined over micro-batches and ranks, and `actor/grad_norm`, `actor/lr`."""
+        ...
+
+    def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
+        """The first half of `update`: add the gradients of these micro-batches to those that wait."""
+        ...
+
+    def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
+        """The second half: divide what waits by `divisor`, clip it and take one optimizer step; returns as `update`."""
+        ...
+
+    def remember(self) -> None:
+        """Keep the weights and the optimizer's state as they are now, in place of what was kept before (a second copy of
+        both in memory)."""
+        ...
+
+    def as_remembered(self) -> AbstractContextManager[None]:
+        """Forward passes inside see the remembered weights, if there are any. Nothing inside may change them. Collective."""
+        ...
+
+    def go_back(self) -> None:
+        """Drop gradients that wait; where optimizer steps were taken since `remember`, take them back."""
         ...
 
     def all_sum(self, values: Sequence[float]) -> list[float]:

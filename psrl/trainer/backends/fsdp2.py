@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -32,9 +32,11 @@ from psrl.algorithms.token_entropy import token_entropies
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
+from psrl.trainer.backends.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -87,6 +89,10 @@ class FSDP2Backend:
         )
         self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
         self._predictors: torch.Tensor | None = None
+        self._parts: list[MetricSums] = []
+        """Of the micro-batches whose gradients wait for `apply_gradients`."""
+        self._remembered: Remembered | None = None
+        self._remembered_steps = 0
         self._model = model.eval()
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
@@ -129,14 +135,26 @@ class FSDP2Backend:
 
         A gradient that is not finite is not applied: the step is skipped on all ranks and `actor/skipped_steps` is 1.
         """
-        if not batches:
-            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
-        parts = []
+        self.accumulate(batches, loss_fn)
+        return self.apply_gradients()
+
+    def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
+        """See TrainBackend. All ranks must pass equally many micro-batches."""
         for batch in batches:
             loss, sums = loss_fn(*self._loss_inputs(batch, getattr(loss_fn, "needs_entropy", False)))
             # FSDP averages gradients over ranks, while the loss is already divided by the global token count.
             (loss * self.world_size).backward()
-            parts.append(sums)
+            self._parts.append(sums)
+
+    def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
+        """See TrainBackend and `update`. Collective."""
+        parts, self._parts = self._parts, []
+        if not parts:
+            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
+        if divisor != 1.0:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
         norm = self._clip_gradients()
         lr = self._learning_rate()
         finite = math.isfinite(norm)
@@ -147,6 +165,34 @@ class FSDP2Backend:
         self._optimizer.zero_grad(set_to_none=True)
         metrics = self._reduce(parts)
         return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(not finite)}
+
+    def remember(self) -> None:
+        """See TrainBackend."""
+        if self._remembered is None:
+            moments = [self._optimizer.state[p][name] for p in self._parameters.values() for name in _MOMENTS]
+            self._remembered = Remembered(
+                map(_local, self._parameters.values()), map(_local, moments), changed=self._forget_gathered
+            )
+        self._remembered.take()
+        self._remembered_steps = self.steps
+
+    @contextmanager
+    def as_remembered(self) -> Iterator[None]:
+        """See TrainBackend. Costs nothing while no step was taken since."""
+        if self._remembered is None or self.steps == self._remembered_steps:
+            yield
+            return
+        with self._remembered.weights():
+            yield
+
+    def go_back(self) -> None:
+        """See TrainBackend."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._parts = []
+        if self._remembered is None or self.steps == self._remembered_steps:
+            return
+        self._remembered.go_back()
+        self._set_steps(self._remembered_steps)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Each value added over all ranks (exact for integers below 2^53)."""
@@ -159,9 +205,8 @@ class FSDP2Backend:
         """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty. The tensors are
         the live weights, not copies: use them before the next `update`."""
         for name, parameter in self._parameters.items():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             start, _ = row_range(parameter.shape[0], *self._shard_of(parameter))
-            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start, local=local.detach())
+            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start, local=_local(parameter))
 
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint, all ranks together: weights and two optimizer moments."""
@@ -179,9 +224,18 @@ class FSDP2Backend:
         state = self._state()
         with _checkpoint_errors(f"cannot load the checkpoint {directory}"):
             dcp.load(state, checkpoint_id=directory, no_dist=self.world_size == 1)
-        self.steps = int(state["steps"])
+        self._set_steps(int(state["steps"]))
+
+    def _set_steps(self, steps: int) -> None:
+        self.steps = steps
         for parameter in self._parameters.values():
-            self._optimizer.state[parameter]["step"].fill_(self.steps)
+            self._optimizer.state[parameter]["step"].fill_(steps)
+
+    def _forget_gathered(self) -> None:
+        """Weights that FSDP gathered for an earlier pass, and may keep for the next one, are not the weights any more."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _loss_inputs(self, batch: MicroBatch, needs_entropy: bool) -> tuple[Any, ...]:
         """What `loss_fn` is called with."""
@@ -246,6 +300,11 @@ class FSDP2Backend:
             state[f"exp_avg.{name}"] = moments["exp_avg"]
             state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
         return state
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, the live one."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _can_share_prompts(model: PreTrainedModel) -> bool:
