@@ -79,10 +79,10 @@ class Replay:
         """Train one buffer after the other; one row of `CURVE` a buffer."""
         chunks = chunk_plan(self.config)
         for buffer in islice(recorded_buffers(self.run_dir, self.config), steps):
-            metrics = self.train(recorded_parts(buffer, chunks))
+            metrics = self.train_buffer(recorded_parts(buffer, chunks))
             yield {name: metrics[name] for name in CURVE}
 
-    def train(self, parts: Iterable[Part]) -> dict[str, float]:
+    def train_buffer(self, parts: Iterable[Part]) -> dict[str, float]:
         """Train one buffer; its metrics."""
         result = train_step(self.actor, self.config, parts, self._read, reference=self.reference, kl=self.kl)
         self.kl = result.kl

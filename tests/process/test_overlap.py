@@ -24,7 +24,6 @@ from psrl.trainer.backends.base import MicroBatch
 from psrl.trainer.backends.fsdp2 import FSDP2Backend
 from psrl.trainer.chunks import chunk_plan, recorded_parts
 from psrl.trainer.replay import Replay, recorded_buffers
-from psrl.trainer.step import train_step
 
 pytestmark = pytest.mark.process
 
@@ -203,14 +202,14 @@ def test_an_interrupted_step_leaves_no_trace(recorded: Run, scope: str) -> None:
     buffers = list(recorded_buffers(recorded.dir, plain.config))[:2]
     plan = chunk_plan(plain.config)
     for replay in (plain, disturbed):
-        train_step(replay.actor, replay.config, recorded_parts(buffers[0], plan), replay._read)
+        replay.train_buffer(recorded_parts(buffers[0], plan))
     with broken_off(recorded_parts(buffers[1], plan), after=2) as parts:
-        train_step(disturbed.actor, disturbed.config, parts, disturbed._read)
+        disturbed.train_buffer(parts)
     stepped = disturbed.actor.steps
     disturbed.actor.go_back()
     assert (stepped, disturbed.actor.steps) == (4 if scope == "recompute" else 6, 4)
     for replay in (plain, disturbed):
-        train_step(replay.actor, replay.config, recorded_parts(buffers[1], plan), replay._read)
+        replay.train_buffer(recorded_parts(buffers[1], plan))
     assert_same_weights(plain, disturbed)
 
 

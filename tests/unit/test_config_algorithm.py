@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from omegaconf import OmegaConf
+
+from psrl.algorithms.advantages import ESTIMATORS
 from psrl.algorithms.aggregation import LOSS_AGG_MODES
 from psrl.algorithms.kl import KL_TYPES
 from psrl.algorithms.policy_losses import POLICY_LOSSES
-
-from psrl.algorithms.advantages import ESTIMATORS
 from psrl.config import algorithm_checks
 from psrl.config.algorithm import RolloutCorrectionConfig
 from psrl.config.algorithm_checks import check_algorithm
