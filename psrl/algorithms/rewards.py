@@ -15,13 +15,14 @@ class GroupRewards:
     """`rewards` float64 [samples], 0 where not valid; `valid` bool [samples].
 
     `invalid_rewards` counts the rewards that were missing or not finite. `dropped`: too few valid rewards, so no sample of
-    the group may be trained (`valid` is all False then).
+    the group may be trained (`valid` is all False then). `baseline`: reward of the greedy sample, if there is one.
     """
 
     rewards: np.ndarray
     valid: np.ndarray
     invalid_rewards: int
     dropped: bool
+    baseline: float | None = None
 
 
 def group_rewards(rewards: Sequence[float | None], least_valid: int) -> GroupRewards:

@@ -45,6 +45,16 @@ def least_valid_samples(adv_estimator: str) -> int:
     return 2 if adv_estimator in GROUP_ESTIMATORS else 1
 
 
+def greedy_samples(adv_estimator: str) -> int:
+    """Samples of a group that are made without randomness, beside `psrl.rollout_n`: the baseline of remax."""
+    return 1 if adv_estimator == "remax" else 0
+
+
+def samples_per_group(config: Config) -> int:
+    """Samples that are generated for a prompt."""
+    return config.psrl.rollout_n + greedy_samples(config.algorithm.adv_estimator)
+
+
 def needs_reference(config: Config) -> bool:
     """Whether the log-probs of the initial policy are needed."""
     return config.train_actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward

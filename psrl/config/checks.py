@@ -196,7 +196,10 @@ def _check_combinations(config: Config) -> None:
             f"gen_actor_rollout_ref.rollout.max_model_len={context} leaves no room after data.max_prompt_length={config.data.max_prompt_length}: "
             "raise the context or lower the prompt length."
         )
-    if p.rollout_n > p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance:
+    if (
+        algorithm_checks.samples_per_group(config)
+        > p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance
+    ):
         raise ConfigError(
             f"psrl.rollout_n={p.rollout_n} is more than psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance="
             f"{p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance}: no instance could take a group."

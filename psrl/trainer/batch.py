@@ -49,22 +49,29 @@ def rewards_of(
     added to each reward."""
     given = [sample.reward if size > 0 else None for sample, size in zip(group.samples, tokens, strict=True)]
     result = group_rewards(given, least_valid)
-    if shape is None:
-        return result
-    added = np.array([shape(len(sample.response_ids) // 4) for sample in group.samples], dtype=np.float64)
-    return dataclasses.replace(result, rewards=np.where(result.valid, result.rewards + added, 0.0))
+    added = np.array([shape(len(s.response_ids) // 4) if shape else 0.0 for s in group.samples], dtype=np.float64)
+    greedy = [
+        s.reward + more for s, more in zip(group.samples, added, strict=True) if s.greedy and s.reward is not None
+    ]
+    return dataclasses.replace(
+        result, rewards=np.where(result.valid, result.rewards + added, 0.0), baseline=greedy[0] if greedy else None
+    )
 
 
 def sample_rewards(index: SampleIndex, rewards: Mapping[int, GroupRewards]) -> SampleRewards:
     """Vectors over all samples of the batch; those of groups that are not in `rewards` are not valid."""
     outcome, valid = np.zeros(len(index.group)), np.zeros(len(index.group), dtype=np.bool_)
+    baseline = np.zeros(len(index.group))
     for i, (group, sample) in enumerate(zip(index.group, index.sample, strict=True)):
         if group in rewards:
             outcome[i], valid[i] = rewards[group].rewards[sample], rewards[group].valid[sample]
+            baseline[i] = rewards[group].baseline or 0.0
+    compared = bool(rewards) and all(group.baseline is not None for group in rewards.values())
     return SampleRewards(
         outcome=torch.from_numpy(outcome),
         valid=torch.from_numpy(valid),
         group=torch.tensor(index.group, dtype=torch.int64),
+        baseline=torch.from_numpy(baseline) if compared or not rewards else None,
     )
 
 
