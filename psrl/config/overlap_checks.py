@@ -85,6 +85,11 @@ def check_overlap(config: Config) -> list[str]:
             f"{OVERLAP}.overlap_scope=pre_step with algorithm.adv_estimator={estimator} whitens advantages within each chunk "
             "rather than over the buffer; recompute is exact, and pre_step is with grpo, rloo and remax."
         )
+    if overlap.overlap_scope == "pre_step" and config.algorithm.rollout_correction.rollout_is_batch_normalize:
+        notices.append(
+            f"{OVERLAP}.overlap_scope=pre_step with algorithm.rollout_correction.rollout_is_batch_normalize=True normalises the weights "
+            "within each chunk rather than over the buffer; recompute is exact."
+        )
     return notices
 
 
@@ -141,8 +146,14 @@ def _check_accumulate(config: Config) -> None:
             f"{asked} but algorithm.adv_estimator={estimator} needs statistics of all of it: use overlap_scope=recompute, or grpo, "
             "rloo or remax."
         )
-    if getattr(correction, "rollout_is_batch_normalize", False):
+    if correction.rollout_is_batch_normalize:
         raise ConfigError(
             f"{asked} but algorithm.rollout_correction.rollout_is_batch_normalize=True needs the weights of all of it: set it to "
             "False, or use overlap_scope=recompute."
+        )
+    if config.algorithm.use_kl_in_reward and effective_chunk(config).granularity == "micro_batch":
+        raise ConfigError(
+            f"{asked} but algorithm.use_kl_in_reward=True needs the KL of all samples of a group, and a chunk of {OVERLAP}.granularity="
+            "micro_batch may end inside one: use granularity=mini_batch, overlap_scope=recompute, or "
+            f"{ACTOR}.use_kl_loss=True instead."
         )

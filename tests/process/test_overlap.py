@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -83,6 +83,7 @@ class Watched(Replay):
         return self
 
     def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of them."""
         return {shard.name: shard.local.clone() for shard in self.actor.weight_shards()}
 
 
@@ -103,6 +104,23 @@ def assert_same_weights(left: Replay, right: Replay) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+WholeRuns = Callable[[Mapping[str, object]], Watched]
+
+
+@pytest.fixture(scope="module")
+def whole_runs(recorded: Run) -> WholeRuns:
+    """The run trained again on whole buffers with other settings, once for each."""
+    known: dict[str, Watched] = {}
+
+    def whole(changes: Mapping[str, object]) -> Watched:
+        name = json.dumps(changes, sort_keys=True)
+        if name not in known:
+            known[name] = Watched(recorded, changes).train()
+        return known[name]
+
+    return whole
+
+
 CHUNKS = [
     {f"{OVERLAP}.granularity": "mini_batch"},
     {f"{OVERLAP}.granularity": "mini_batch", f"{OVERLAP}.multiplier": 3},
@@ -111,13 +129,34 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+EVERYTHING = {
+    "algorithm.use_kl_in_reward": True,
+    f"{ACTOR}.use_kl_loss": True,
+    f"{ACTOR}.entropy_coeff": 0.01,
+    f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+    "algorithm.rollout_correction.rollout_rs": "token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0",
+}
+"""Each of these adds a stage or a denominator."""
+
+
+@pytest.mark.parametrize("common", [{}, {f"{ACTOR}.ppo_epochs": 2}, EVERYTHING], ids=["plain", "epochs", "everything"])
 @pytest.mark.parametrize("chunks", CHUNKS)
-def test_recompute_trains_the_same_batches_to_the_same_weights(recorded: Run, chunks: dict, epochs: int) -> None:
-    common = {f"{ACTOR}.ppo_epochs": epochs}
-    whole = Watched(recorded, common).train()
+def test_recompute_trains_the_same_batches_to_the_same_weights(
+    recorded: Run, whole_runs: WholeRuns, chunks: dict, common: dict
+) -> None:
+    whole = whole_runs(common)
     chunked = Watched(recorded, common | chunks | {f"{OVERLAP}.overlap_scope": "recompute"}).train()
     assert any(batch.old_log_probs is not None for batch in whole.trained)
+    assert_equal_batches(whole.trained, chunked.trained)
+    assert_same_weights(whole, chunked)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus"])
+def test_recompute_is_exact_for_every_estimator(recorded: Run, whole_runs: WholeRuns, estimator: str) -> None:
+    """grpo is above; gae needs a critic, remax a greedy sample in each group: see test_train_step."""
+    whole = whole_runs({"algorithm.adv_estimator": estimator})
+    chunked = Watched(recorded, {"algorithm.adv_estimator": estimator} | CHUNKS[2]).train()
     assert_equal_batches(whole.trained, chunked.trained)
     assert_same_weights(whole, chunked)
 
@@ -133,19 +172,24 @@ def test_recompute_is_exact_with_micro_batches_by_tokens(recorded: Run) -> None:
 PRE_STEP = {f"{OVERLAP}.granularity": "mini_batch", f"{OVERLAP}.overlap_scope": "pre_step"}
 
 
-@pytest.mark.parametrize("multiplier", [1, 3])
-@pytest.mark.parametrize("bypass", [False, True])
-def test_pre_step_takes_the_steps_of_the_whole_buffer_one_by_one(recorded: Run, multiplier: int, bypass: bool) -> None:
+@pytest.mark.parametrize(
+    ("multiplier", "common"),
+    [(1, {}), (3, {}), (1, {"algorithm.rollout_correction.bypass_mode": True}), (1, EVERYTHING)],
+)
+def test_pre_step_takes_the_steps_of_the_whole_buffer_one_by_one(
+    recorded: Run, whole_runs: WholeRuns, multiplier: int, common: dict
+) -> None:
     """With grpo: the same mini-batches, with the old log-probs of the weights that the buffer began with."""
-    common = {"algorithm.rollout_correction.bypass_mode": bypass}
-    whole = Watched(recorded, common).train()
+    whole = whole_runs(common)
     stepped = Watched(recorded, common | PRE_STEP | {f"{OVERLAP}.multiplier": multiplier}).train()
     assert_equal_batches(whole.trained, stepped.trained)
     assert_same_weights(whole, stepped)
 
 
-def test_pre_step_without_the_weights_of_the_buffers_start_would_be_another_step(recorded: Run) -> None:
-    whole = Watched(recorded, {}).train()
+def test_pre_step_without_the_weights_of_the_buffers_start_would_be_another_step(
+    recorded: Run, whole_runs: WholeRuns
+) -> None:
+    whole = whole_runs({})
     forgetful = Watched(recorded, PRE_STEP)
     forgetful.actor.as_remembered = nullcontext  # type: ignore[method-assign,assignment]
     forgetful.train()
@@ -153,10 +197,12 @@ def test_pre_step_without_the_weights_of_the_buffers_start_would_be_another_step
     assert any(a is not None and not torch.equal(a, b) for a, b in old)
 
 
-@pytest.mark.parametrize("chunks", CHUNKS)
-def test_accumulate_is_the_unchunked_step_to_a_millionth(recorded: Run, chunks: dict) -> None:
-    """The first mini-batch's gradient: after one step from fresh moments they are (1 - beta1) x gradient."""
-    one_step = {f"{ACTOR}.ppo_mini_batch_size": None, f"{ACTOR}.grad_clip": 0.0}
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_accumulate_is_the_unchunked_step_to_a_millionth(recorded: Run, multiplier: int, mode: str) -> None:
+    """Gradients of a buffer that is one mini-batch: after a step from fresh moments they are (1 - beta1) x gradient."""
+    one_step = {f"{ACTOR}.ppo_mini_batch_size": None, f"{ACTOR}.grad_clip": 0.0, f"{ACTOR}.loss_agg_mode": mode}
+    chunks = {f"{OVERLAP}.granularity": "micro_batch", f"{OVERLAP}.multiplier": multiplier}
     whole = Watched(recorded, one_step).train(steps=1)
     chunked = Watched(recorded, one_step | chunks | {f"{OVERLAP}.overlap_scope": "accumulate"}).train(steps=1)
     assert chunked.curve[0] == pytest.approx(whole.curve[0], rel=1e-6, abs=1e-9)
@@ -167,11 +213,11 @@ def test_accumulate_is_the_unchunked_step_to_a_millionth(recorded: Run, chunks: 
     assert largest > 1e-3
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_accumulate_follows_the_unchunked_run(recorded: Run, epochs: int) -> None:
-    common = {f"{ACTOR}.ppo_epochs": epochs}
-    whole = Watched(recorded, common).train()
-    accumulate = CHUNKS[3] | {f"{OVERLAP}.overlap_scope": "accumulate"}
+@pytest.mark.parametrize(("epochs", "chunks"), [(1, CHUNKS[1]), (1, CHUNKS[3]), (2, CHUNKS[2])])
+def test_accumulate_follows_the_unchunked_run(recorded: Run, whole_runs: WholeRuns, epochs: int, chunks: dict) -> None:
+    common = {f"{ACTOR}.ppo_epochs": epochs} if epochs > 1 else {}
+    whole = whole_runs(common)
+    accumulate = chunks | {f"{OVERLAP}.overlap_scope": "accumulate"}
     chunked = Watched(recorded, common | accumulate).train()
     for row, other in zip(whole.curve, chunked.curve, strict=True):
         assert other == pytest.approx(row, rel=1e-3, abs=1e-5)
@@ -221,8 +267,8 @@ def test_an_interrupted_step_leaves_no_trace(recorded: Run, scope: str) -> None:
         {f"{OVERLAP}.granularity": "micro_batch", f"{OVERLAP}.overlap_scope": "recompute"},
     ],
 )
-def test_two_ranks_follow_one(recorded: Run, tmp_path: Path, changes: dict) -> None:
-    one = Watched(recorded, {}).train()
+def test_two_ranks_follow_one(recorded: Run, whole_runs: WholeRuns, tmp_path: Path, changes: dict) -> None:
+    one = whole_runs({})
     (init := tmp_path / "init").unlink(missing_ok=True)
     task = {"run": str(recorded.dir.path), "changes": changes, "init": str(init), "steps": 3}
     script = Path(__file__).with_name("overlap_ranks.py")

@@ -106,7 +106,6 @@ def test_megatron_takes_no_pre_step_of_micro_batches_even_clamped(multiplier: in
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
 def test_estimators_that_whiten_over_the_buffer(estimator: str) -> None:
-    """Settings as they would be after the other checks."""
     config = composed(**ACCUMULATE)
     config.algorithm.adv_estimator = estimator
     with pytest.raises(ConfigError, match=rf"{SCOPE}=accumulate .* algorithm.adv_estimator={estimator}"):
@@ -121,9 +120,23 @@ def test_estimators_that_whiten_over_the_buffer(estimator: str) -> None:
 
 def test_accumulate_cannot_normalise_weights_over_the_batch() -> None:
     config = composed(**ACCUMULATE)
-    config.algorithm.rollout_correction.rollout_is_batch_normalize = True  # type: ignore[attr-defined]
+    config.algorithm.rollout_correction.rollout_is_batch_normalize = True
     with pytest.raises(ConfigError, match=rf"{SCOPE}=accumulate .*rollout_is_batch_normalize=True"):
         check_overlap(config)
+
+
+def test_pre_step_normalises_weights_within_a_chunk_and_says_so() -> None:
+    config = composed(**PRE_STEP)
+    config.algorithm.rollout_correction.rollout_is_batch_normalize = True
+    (notice,) = check_overlap(config)
+    assert "rollout_is_batch_normalize=True" in notice and f"{SCOPE}=pre_step" in notice
+
+
+def test_a_group_whose_reward_has_a_kl_in_it_is_not_accumulated_in_pieces() -> None:
+    kl = ACCUMULATE | {"algorithm.use_kl_in_reward": True}
+    with pytest.raises(ConfigError, match=rf"{SCOPE}=accumulate .* algorithm.use_kl_in_reward=True"):
+        check(composed(**kl))
+    assert check(composed(**kl | {GRANULARITY: "mini_batch"})) == []
 
 
 @pytest.mark.parametrize(
