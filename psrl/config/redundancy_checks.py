@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from psrl.config.algorithm_checks import greedy_samples
 from psrl.config.errors import ConfigError
 from psrl.config.redundancy import redundant_sizes
 from psrl.config.schema import Config
@@ -49,6 +50,12 @@ def _check_redundant(config: Config) -> list[str]:
                 "least as many."
             )
     launched = redundant_sizes(config)
+    if launched.launched_samples > launched.samples and greedy_samples(config.algorithm.adv_estimator):
+        raise ConfigError(
+            f"{REDUNDANT}.redundant_rollout_n={asked.redundant_rollout_n} with algorithm.adv_estimator=remax is refused: the "
+            "greedy sample is the baseline of its group and may not be one of those that are dropped; leave it null, or "
+            "use redundant_global_batch_size."
+        )
     limit = p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance
     if asked.enable and launched.launched_samples > limit:
         raise ConfigError(

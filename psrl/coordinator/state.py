@@ -108,7 +108,10 @@ class RunState:
         """Roles that are here and were told to leave."""
         self.trainer = ""
         self.pullable_version = -1
-        self.wanted_buffer = -1
+        self.wanted: c.WantBuffer | None = None
+        """What the trainer waits for."""
+        self.filled_s: dict[int, float] = {}
+        """When each buffer that is not consumed was filled, where this coordinator has seen it."""
         self.waiting_routes = WaitingQueue(settings.placing.sort, settings.placing.oldest_version_first)
         self.considered_s = now_s
         """When waiting samples were last considered, and from which version on nobody found a place then."""
@@ -166,7 +169,9 @@ class RunState:
         if self.router.counts_budget and (open_group := self.placement.groups.get(done.group)):
             prompt = open_group.position.prompt
             source = self.facts(prompt).data_source
-            self.lengths.note(prompt=prompt, data_source=source, tokens=done.response_tokens, samples=len(done.ref.tokens))
+            self.lengths.note(
+                prompt=prompt, data_source=source, tokens=done.response_tokens, samples=len(done.ref.tokens)
+            )
         for record in self.staleness.occupy(done.group, done.ref, done.reward_mean, done.response_tokens):
             if isinstance(record, Release):
                 self.counters[record.reason] += 1
@@ -174,11 +179,14 @@ class RunState:
             elif isinstance(record, Occupy):
                 self.placement.close(record.group)
             self._apply(record)
+            if isinstance(record, Occupy) and self.staleness.ready(record.buffer):
+                self.filled_s[record.buffer] = now_s
         self._say(sender, c.GroupAck(groups=[done.group]))
 
     def _weights_published(self, version: int) -> None:
         if record := self.staleness.publish(version):
             self._apply(record)
+            self.filled_s = {buffer: at_s for buffer, at_s in self.filled_s.items() if buffer >= version}
         self.pullable_version = max(self.pullable_version, version)
 
     def _instance_down(self, name: str, cause: str) -> None:

@@ -21,6 +21,7 @@ class Sample(msgspec.Struct, array_like=True, kw_only=True):
     `reward` is None when it could not be computed or was not finite: such a sample is never trained.
     `finish` is "stop", "length" or "truncated" (see psrl.protocol.generation; an aborted sample is continued, never sealed).
     `metrics` are the figures that the reward function returned beside the score.
+    `greedy`: made without randomness, as the baseline that its group is compared with; never trained.
     """
 
     response_ids: bytes
@@ -30,6 +31,7 @@ class Sample(msgspec.Struct, array_like=True, kw_only=True):
     spans: list[VersionSpan]
     mask: bytes = b""
     metrics: dict[str, float] = {}
+    greedy: bool = False
 
 
 class Group(msgspec.Struct, array_like=True, kw_only=True):
@@ -47,7 +49,7 @@ class SampleRef(msgspec.Struct, frozen=True, array_like=True):
     """Where a sealed group lies: bytes [offset, offset + length) of a segment under `samples/`, with their crc32.
 
     `tokens` holds prompt + response length of each sample, so that every rank can plan its micro-batches
-    without reading any sample; a sample that may not be trained (no reward, empty response) counts 0.
+    without reading any sample; a sample that may not be trained (no reward, empty response, greedy) counts 0.
     `prompt_tokens` of these are the prompt's.
     """
 

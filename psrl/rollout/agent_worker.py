@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from psrl.config.algorithm_checks import greedy_samples
 from psrl.models.resolve import run_model
 from psrl.models.tokenizer import load_tokenizer
 from psrl.net.link import AsyncCoordinatorLink, CoordinatorGoneError
@@ -155,6 +156,7 @@ class AgentLoop:
             config.data.max_response_length,
             config.seed,
             interrupt_as_prompt=config.psrl.rollout_coordination.partial_rollout.interrupt_as_prompt,
+            greedy=greedy_samples(config.algorithm.adv_estimator),
         )
         self.held[assignment.group] = Held(work)
         self._request(work, assignment.instance, range(assignment.n))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from psrl.config.algorithm_checks import least_valid_samples
 from psrl.config.schema import Config
 from psrl.models.tokenizer import ChatTokenizer
 from psrl.protocol.control import GroupDone, GroupFailed
@@ -22,22 +23,29 @@ from psrl.tasks.base import Answer
 from psrl.tasks.prepared import PreparedReader
 
 LEAST_TRAINABLE = 2
-"""Samples of a group that must be trainable: with fewer there is nothing to compare with."""
+"""Samples of a group that must be trainable, where they are compared with each other."""
 
 
-def failure(work: GroupWork, results: Sequence[ScoreResult], worthless: Filter | None = None) -> GroupFailed | None:
+def failure(
+    work: GroupWork,
+    results: Sequence[ScoreResult],
+    worthless: Filter | None = None,
+    least_trainable: int = LEAST_TRAINABLE,
+) -> GroupFailed | None:
     """Why this scored group cannot train, or (as `worthless` says) is not worth it; None: it will.
 
     A failed score is tried again with its whole group. A group that was cut short before it had two samples with a token
-    is dropped as an empty truncation."""
+    is dropped as an empty truncation. A greedy sample is the baseline of the others: without its reward they have none."""
     group = work.assignment.group
     if failed := next((r for r in results if r.kind in ("error", "timeout")), None):
         return GroupFailed(group=group, reason=failed.kind, detail=failed.error or "", retry=True)
     trainable = [r for r, tokens in zip(results, work.trainable_tokens(results), strict=True) if tokens]
-    if len(trainable) < LEAST_TRAINABLE:
+    lacks_baseline = any(r.reward is None and work.samples[i].greedy for r, i in zip(results, work.kept(), strict=True))
+    if len(trainable) < least_trainable or lacks_baseline:
         cut = any(work.samples[i].finish == FINISH_TRUNCATED for i in work.kept())
         reason = "empty_truncation" if cut else "invalid_rewards"
         detail = f"{len(trainable)} of {len(results)} samples have a reward and a token that trains"
+        detail += ", the greedy one has no reward" * lacks_baseline
         return GroupFailed(group=group, reason=reason, detail=detail, retry=False)
     if worthless is not None and (why := worthless(trainable)):
         return GroupFailed(group=group, reason=FILTERED, detail=why, retry=False)
@@ -52,6 +60,7 @@ class Finisher:
     ) -> None:
         asked, metric = config.psrl.group_post_process, config.algorithm.filter_groups.metric
         self.worthless = make_filter(asked.name, metric) if asked.enable else None
+        self.least_trainable = least_valid_samples(config.algorithm.adv_estimator)
         self.prompts, self.tokenizer = prompts, tokenizer
         self.pool = ScoringPool.from_config(config)
         self.writer = SegmentWriter(run_dir.samples, name)
@@ -73,7 +82,7 @@ class Finisher:
             for i in work.kept()
         ]
         results = await self.pool.score(answers)
-        return failure(work, results, self.worthless) or results
+        return failure(work, results, self.worthless, self.least_trainable) or results
 
     async def seal(self, batch: Sequence[tuple[GroupWork, list[ScoreResult]]]) -> list[GroupDone]:
         """Append these groups, one fsync for all; they are on disk when it returns."""
@@ -87,7 +96,11 @@ class Finisher:
 
     def _append(self, work: GroupWork, results: Sequence[ScoreResult]) -> GroupDone:
         segment, offset, length, crc = self.writer.append(self._encode(work.group(results)))
-        rewards = [r.reward for r in results if r.reward is not None]
+        rewards = [
+            r.reward
+            for r, i in zip(results, work.kept(), strict=True)
+            if r.reward is not None and not work.samples[i].greedy
+        ]
         return GroupDone(
             group=work.assignment.group,
             ref=SampleRef(segment, offset, length, crc, work.trainable_tokens(results), len(work.prompt_ids)),

@@ -35,14 +35,21 @@ class GroupWork:
         max_response: int,
         seed: int,
         *,
+        greedy: int = 0,
         interrupt_as_prompt: bool = False,
     ) -> None:
+        """The last `greedy` samples are made without randomness."""
         self.assignment = assignment
         self.prompt_ids = tuple(prompt_ids)
         self.sampling = sampling
         self.incarnation = assignment.incarnation
         self.samples = [
-            PartialSample(sample=i, seed=sample_seed(seed, assignment, i), max_response=max_response)
+            PartialSample(
+                sample=i,
+                seed=sample_seed(seed, assignment, i),
+                max_response=max_response,
+                greedy=i >= assignment.n - greedy,
+            )
             for i in range(assignment.n)
         ]
         self.num_kept = assignment.keep or assignment.n
@@ -150,6 +157,7 @@ class GroupWork:
                     spans=s.spans,
                     mask=self._mask(s),
                     metrics=dict(score.metrics),
+                    greedy=s.greedy,
                 )
                 for s, score in zip(self._kept_samples(), scores, strict=True)
             ],
@@ -157,7 +165,7 @@ class GroupWork:
 
     def trainable_tokens(self, scores: Sequence[Scored]) -> list[int]:
         """Prompt + response tokens of each kept sample; 0 for one that may not be trained (no reward, no token that
-        trains)."""
+        trains, greedy)."""
         return [
             len(self.prompt_ids) + len(s.token_ids) if score.reward is not None and self._num_trainable(s) else 0
             for s, score in zip(self._kept_samples(), scores, strict=True)
@@ -167,6 +175,8 @@ class GroupWork:
         return [self.samples[i] for i in self.kept()]
 
     def _num_trainable(self, sample: PartialSample) -> int:
+        if sample.greedy:
+            return 0
         return len(sample.token_ids) - (sample.newest_start if self.interrupt_as_prompt else 0)
 
     def _mask(self, sample: PartialSample) -> bytes:

@@ -133,9 +133,9 @@ def _check_inputs(members: Sequence[Member]) -> None:
     """Data and reward of each member, checked where it is submitted: a mistyped path is not to wait in a queue first."""
     checked: list[dict[str, Any]] = []
     for member in members:
-        tree = OmegaConf.to_container(OmegaConf.structured(member.config))
-        psrl = tree["psrl"]  # type: ignore[index, call-overload]
-        part = {key: tree[key] for key in ("data", "reward", "model")} | {  # type: ignore[index, call-overload]
+        tree: Any = OmegaConf.to_container(OmegaConf.structured(member.config))
+        psrl = tree["psrl"]
+        part = {key: tree[key] for key in ("data", "reward", "model")} | {
             "B": psrl["staleness_buffer_entries"],
             "routing": psrl["rollout_coordination"]["routing_strategy"],
         }

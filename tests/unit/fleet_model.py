@@ -147,7 +147,7 @@ class Fleet:
     def _send(self, agent: str, instance: str, keys: list[Key], incarnation: int) -> None:
         endpoint = self.reachable[agent].get(instance)
         for group, sample in keys:
-            assignment, samples = self.agents[agent][group]
+            _, samples = self.agents[agent][group]
             state = samples[sample]
             assert not state.at and not state.finished, f"{group, sample} was routed twice"
             if endpoint is None:
@@ -168,7 +168,7 @@ class Fleet:
         group, sample = chunk.key
         if group not in self.agents[agent]:
             return
-        assignment, samples = self.agents[agent][group]
+        _, samples = self.agents[agent][group]
         state = samples[sample]
         assert chunk.made >= state.made, "a token was lost"
         state.made = chunk.made

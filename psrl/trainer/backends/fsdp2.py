@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -28,12 +28,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.schedule import learning_rate
+from psrl.algorithms.token_entropy import token_entropies
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
+from psrl.trainer.backends.remembered import Remembered
 
 logger = logging.getLogger(__name__)
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -51,8 +54,9 @@ class FSDP2Backend:
 
     `model` must be the same on every rank (same weights); each keeps its shard only. A single rank that computes in
     the dtype of its weights is not sharded at all, and needs no process group. `total_steps`: optimizer steps of the
-    run, for a schedule that ends. The model stays in eval mode: dropout
-    would make the log-probs of one and the same weights differ between two passes.
+    run, for a schedule that ends. Not `trainable`: frozen weights without an optimizer, for `log_probs` only (the
+    reference policy). The model stays in eval mode: dropout would make the log-probs of one and the same weights differ
+    between two passes.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class FSDP2Backend:
         *,
         temperature: float,
         total_steps: int | None = None,
+        trainable: bool = True,
         device: torch.device | str = "cpu",
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -84,6 +89,10 @@ class FSDP2Backend:
         )
         self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
         self._predictors: torch.Tensor | None = None
+        self._parts: list[MetricSums] = []
+        """Of the micro-batches whose gradients wait for `apply_gradients`."""
+        self._remembered: Remembered | None = None
+        self._remembered_steps = 0
         self._model = model.eval()
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
@@ -95,6 +104,13 @@ class FSDP2Backend:
         else:
             model.to(device)  # type: ignore[arg-type]
         self._parameters = dict(model.named_parameters())
+        if trainable:
+            self._make_optimizer(actor)
+        else:
+            model.requires_grad_(False)
+
+    def _make_optimizer(self, actor: ActorConfig) -> None:
+        """AdamW with its moments allocated now, so that `load` has somewhere to load to."""
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
             lr=actor.optim.lr,
@@ -102,9 +118,9 @@ class FSDP2Backend:
             weight_decay=actor.optim.weight_decay,
             fused=True,
         )
-        for parameter in self._parameters.values():  # now, so that `load` has somewhere to load to
+        for parameter in self._parameters.values():
             self._optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "step": torch.zeros((), dtype=torch.float32, device=self._device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -112,21 +128,33 @@ class FSDP2Backend:
     @torch.no_grad()
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """See TrainBackend. Collective: every rank must call it equally often."""
-        return self._log_probs(batch)
+        return self._token_outputs(batch)[0]
 
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
         """See TrainBackend. All ranks must pass equally many micro-batches. No micro-batch at all: no step is taken.
 
         A gradient that is not finite is not applied: the step is skipped on all ranks and `actor/skipped_steps` is 1.
         """
-        if not batches:
-            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
-        parts = []
+        self.accumulate(batches, loss_fn)
+        return self.apply_gradients()
+
+    def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
+        """See TrainBackend. All ranks must pass equally many micro-batches."""
         for batch in batches:
-            loss, sums = loss_fn(self._log_probs(batch), batch)
+            loss, sums = loss_fn(*self._loss_inputs(batch, getattr(loss_fn, "needs_entropy", False)))
             # FSDP averages gradients over ranks, while the loss is already divided by the global token count.
             (loss * self.world_size).backward()
-            parts.append(sums)
+            self._parts.append(sums)
+
+    def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
+        """See TrainBackend and `update`. Collective."""
+        parts, self._parts = self._parts, []
+        if not parts:
+            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
+        if divisor != 1.0:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
         norm = self._clip_gradients()
         lr = self._learning_rate()
         finite = math.isfinite(norm)
@@ -137,6 +165,34 @@ class FSDP2Backend:
         self._optimizer.zero_grad(set_to_none=True)
         metrics = self._reduce(parts)
         return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(not finite)}
+
+    def remember(self) -> None:
+        """See TrainBackend."""
+        if self._remembered is None:
+            moments = [self._optimizer.state[p][name] for p in self._parameters.values() for name in _MOMENTS]
+            self._remembered = Remembered(
+                map(_local, self._parameters.values()), map(_local, moments), changed=self._forget_gathered
+            )
+        self._remembered.take()
+        self._remembered_steps = self.steps
+
+    @contextmanager
+    def as_remembered(self) -> Iterator[None]:
+        """See TrainBackend. Costs nothing while no step was taken since."""
+        if self._remembered is None or self.steps == self._remembered_steps:
+            yield
+            return
+        with self._remembered.weights():
+            yield
+
+    def go_back(self) -> None:
+        """See TrainBackend."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._parts = []
+        if self._remembered is None or self.steps == self._remembered_steps:
+            return
+        self._remembered.go_back()
+        self._set_steps(self._remembered_steps)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Each value added over all ranks (exact for integers below 2^53)."""
@@ -149,9 +205,8 @@ class FSDP2Backend:
         """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty. The tensors are
         the live weights, not copies: use them before the next `update`."""
         for name, parameter in self._parameters.items():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             start, _ = row_range(parameter.shape[0], *self._shard_of(parameter))
-            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start, local=local.detach())
+            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start, local=_local(parameter))
 
     def checkpoint_bytes(self) -> int:
         """Size of one checkpoint, all ranks together: weights and two optimizer moments."""
@@ -169,22 +224,40 @@ class FSDP2Backend:
         state = self._state()
         with _checkpoint_errors(f"cannot load the checkpoint {directory}"):
             dcp.load(state, checkpoint_id=directory, no_dist=self.world_size == 1)
-        self.steps = int(state["steps"])
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter]["step"].fill_(self.steps)
+        self._set_steps(int(state["steps"]))
 
-    def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
+    def _set_steps(self, steps: int) -> None:
+        self.steps = steps
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter]["step"].fill_(steps)
+
+    def _forget_gathered(self) -> None:
+        """Weights that FSDP gathered for an earlier pass, and may keep for the next one, are not the weights any more."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _loss_inputs(self, batch: MicroBatch, needs_entropy: bool) -> tuple[Any, ...]:
+        """What `loss_fn` is called with."""
+        log_probs, entropy = self._token_outputs(batch, needs_entropy)
+        return (log_probs, batch) if entropy is None else (log_probs, batch, entropy)
+
+    def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log-probs, entropies if asked for), float32 [rows, length], 0 where nothing is trained. The model runs on all
+        tokens, its output layer only on the positions that predict a trainable token."""
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
         self._predictors = _predictors(batch, targets)
         try:
             logits = self._model(input_ids=batch.input_ids, use_cache=False, **_shared_inputs(batch.layout)).logits
         finally:
             self._predictors = None
-        tokens = batch.input_ids.flatten()[targets]
-        log_probs = token_log_probs(logits, tokens, self.temperature)
-        grid = log_probs.new_zeros(batch.input_ids.numel()).index_copy(0, targets, log_probs)
-        return grid.view(batch.input_ids.shape)
+
+        def grid(values: torch.Tensor) -> torch.Tensor:
+            flat = values.new_zeros(batch.input_ids.numel()).index_copy(0, targets, values)
+            return flat.view(batch.input_ids.shape)
+
+        log_probs = token_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature)
+        return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places that predict the n targets."""
@@ -227,6 +300,11 @@ class FSDP2Backend:
             state[f"exp_avg.{name}"] = moments["exp_avg"]
             state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
         return state
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, the live one."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _can_share_prompts(model: PreTrainedModel) -> bool:
