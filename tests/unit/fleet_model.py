@@ -168,7 +168,7 @@ class Fleet:
         group, sample = chunk.key
         if group not in self.agents[agent]:
             return
-        assignment, samples = self.agents[agent][group]
+        _, samples = self.agents[agent][group]
         state = samples[sample]
         assert chunk.made >= state.made, "a token was lost"
         state.made = chunk.made

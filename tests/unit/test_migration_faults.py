@@ -122,7 +122,9 @@ def test_b11_a_sample_that_was_moved_goes_on_and_is_whole_once(interrupted: str)
 
     assert work.add(chunk([5, 6], 1, interrupted), "instance-0") == (True, True), "left, and to be routed again"
     assert work.unfinished == 1 and work.looking() == [0]
-    assert work.add(chunk([9], 1, FINISH_STOP), "instance-0") == (False, False), "what comes late from there is not taken"
+    assert work.add(chunk([9], 1, FINISH_STOP), "instance-0") == (False, False), (
+        "what comes late from there is not taken"
+    )
     request = work.request("instance-1", [0])
     assert request is not None and request.samples[0].prefix_ids == (5, 6)
     assert request.samples[0].max_new_tokens == 8 - 2 and request.min_version == 1
