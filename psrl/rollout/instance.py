@@ -32,7 +32,7 @@ from psrl.rollout.preemption import PreemptionWatch
 from psrl.rollout.status_reports import StatusReports
 from psrl.rollout.stream import join_chunks
 from psrl.rundir.keys import load_keys
-from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
+from psrl.telemetry.timeline import BUSY, PULL, SWITCH, WORK, Timeline
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.select import make_puller
@@ -41,8 +41,6 @@ log = logging.getLogger("psrl.instance")
 
 STREAM_INTERVAL_S = 0.05
 """Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
-WORK = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens", "prefills", "prefill_s", "busy_s")
-"""Counters of the engine that each switch notes in the timeline, as differences to the switch before."""
 PULL_POLL_S = 0.002
 """While idle, how soon weights that have arrived are seen."""
 RETIRE_GRACE_S = 3.0

@@ -29,6 +29,7 @@ class SimEngine:
         "at_s",
         "busy_s",
         "costs",
+        "decode_kv_tokens",
         "decode_steps",
         "generated_tokens",
         "kv_capacity",
@@ -37,6 +38,8 @@ class SimEngine:
         "next_s",
         "paused",
         "preemptions",
+        "prefill_s",
+        "prefills",
         "prompt_tokens",
         "running",
         "spans",
@@ -59,6 +62,8 @@ class SimEngine:
         self.next_s: float | None = None
         """When `wake` is due; None while there is nothing to do."""
         self.decode_steps = self.generated_tokens = self.prompt_tokens = self.preemptions = 0
+        self.decode_kv_tokens = self.prefills = 0
+        self.prefill_s = 0.0
         self.kv_tokens = 0
         self.busy_s = 0.0
         self.spans: list[tuple[float, float, float]] | None = None
@@ -96,6 +101,7 @@ class SimEngine:
             self.decode_steps += steps
             self._planned -= steps
             self.generated_tokens += tokens
+            self.decode_kv_tokens += steps * self.kv_tokens + tokens * (steps - 1) // 2
             self.kv_tokens += tokens
 
     def _spend(self, seconds: float, busy_s: float) -> None:
@@ -194,6 +200,10 @@ class SimEngine:
             busy_s=self.busy_s,
             kv_tokens=self.kv_tokens,
             kv_capacity_tokens=self.kv_capacity,
+            decode_steps=self.decode_steps,
+            decode_kv_tokens=self.decode_kv_tokens,
+            prefills=self.prefills,
+            prefill_s=self.prefill_s,
         )
 
     # ---- the batch -------------------------------------------------------------------------------------------
@@ -262,6 +272,8 @@ class SimEngine:
         if prefill:
             self.prompt_tokens += prefill
             seconds = self.costs.prefill_seconds(prefill)
+            self.prefills += 1
+            self.prefill_s += seconds
             self._spend(seconds, seconds)
 
     def _to_prefill(self, sample: SimSample) -> int:

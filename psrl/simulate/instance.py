@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from psrl.protocol import control as c
-from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED, FINISH_REFUSED
+from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED, FINISH_REFUSED, EngineStats
+from psrl.rollout.preemption import PreemptionWatch
 from psrl.simulate.clock import Clock
 from psrl.simulate.costs import Costs
 from psrl.simulate.engine import SimEngine
 from psrl.simulate.samples import SimGroup, SimSample
-from psrl.telemetry.timeline import BUSY, PULL, SWITCH, Timeline
+from psrl.telemetry.timeline import BUSY, PULL, SWITCH, WORK, Timeline
 
 
 class Hears(Protocol):
@@ -32,14 +33,15 @@ class SimInstance:
         "_scheduled_s",
         "_staged",
         "_status_s",
+        "_worked",
         "agents",
         "clock",
         "costs",
         "engine",
-        "hand_back_waiting",
         "incarnation",
         "max_concurrent",
         "name",
+        "preemption",
         "status_interval_s",
         "switches",
         "tell",
@@ -67,8 +69,7 @@ class SimInstance:
         self.agents = agents
         self.engine = SimEngine(costs, max_num_seqs=max_num_seqs, kv_capacity=kv_capacity)
         self.max_concurrent = max_num_seqs
-        self.hand_back_waiting = hand_back_waiting
-        """More waiting requests than this, after a preemption, go back to the router."""
+        self.preemption = PreemptionWatch(hand_back_waiting)
         self.status_interval_s = status_interval_s
         """None: no status is reported."""
         self.timeline = timeline
@@ -80,6 +81,7 @@ class SimInstance:
         self._status_s = 0.0
         self._reported = (0, 0, 0)
         self._report_is_set = False
+        self._worked = EngineStats()
         if timeline is not None:
             self.engine.spans = []
 
@@ -112,10 +114,9 @@ class SimInstance:
         if engine.next_s is None or engine.next_s > now_s:
             self._follow()
             return
-        preempted = engine.preemptions
         self._ended(engine.wake(now_s))
-        if engine.preemptions > preempted and len(engine.waiting) > self.hand_back_waiting:
-            self.agents.handed_back(engine.take_waiting(), self.name, FINISH_ABORT)
+        if engine.preemptions and self.preemption.hands_back(engine.stats()):
+            self.agents.handed_back(engine.take_waiting(), self.name, FINISH_PREEMPTED)
         self._follow()
         self._switch_if_staged()
 
@@ -172,7 +173,7 @@ class SimInstance:
         gone = self._clear()
         if self.timeline is not None:
             self._draw()
-            self.timeline.add(SWITCH, now_s, now_s + self.costs.switch_s, version=self._staged)
+            self.timeline.add(SWITCH, now_s, now_s + self.costs.switch_s, version=self._staged, **self._work())
         self.clock.at(now_s + self.costs.switch_s, self._end_switch, gone)
 
     def _clear(self) -> list[SimSample]:
@@ -233,6 +234,11 @@ class SimInstance:
     def _report_later(self, _: int) -> None:
         self._report_is_set = False
         self._report()
+
+    def _work(self) -> dict[str, float]:
+        """What the engine has done since the last switch, as a real instance notes it."""
+        before, self._worked = self._worked, self.engine.stats()
+        return {name: round(getattr(self._worked, name) - getattr(before, name), 6) for name in WORK}
 
     def _draw(self) -> None:
         assert self.timeline is not None and self.engine.spans is not None

@@ -30,6 +30,9 @@ UPDATE = "update"
 PUSH = "push"
 CHECKPOINT = "checkpoint"
 
+WORK = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens", "prefills", "prefill_s", "busy_s")
+"""Counters of an engine (EngineStats) that each switch has as attributes, as differences to the switch before."""
+
 COALESCE_GAP_S = 0.02
 """Spans of one name closer than this become one: a decode step lasts milliseconds, and a line for each is of no use."""
 MAX_SPANS_A_FLUSH = 600

@@ -12,13 +12,26 @@ import pytest
 from psrl.config.errors import ConfigError
 from psrl.config.simulation import LengthConfig, SimulationConfig
 from psrl.config.simulation_checks import check_simulation
+from psrl.cost_model.files import load_cost_model
 from psrl.simulate.__main__ import main
-from psrl.simulate.calibrate import between_roles, fit_decode, fit_prefill, fit_training, non_negative, step_overhead
+from psrl.simulate.calibrate import (
+    between_roles,
+    calibrate,
+    fit_decode,
+    fit_prefill,
+    fit_training,
+    load_calibration,
+    non_negative,
+    step_overhead,
+)
 from psrl.simulate.compose import compose_simulation
 from psrl.simulate.lengths import make_lengths
 from psrl.telemetry.timeline import BUSY, PUSH, SWITCH, WAIT, Span
 
 pytestmark = pytest.mark.unit
+
+LAPTOP = ["preset=laptop", "task=chain_sum"]
+QWEN_7B = load_cost_model("qwen_7b", "TP1_PP1")
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------
@@ -110,6 +123,31 @@ def test_training_is_a_constant_and_a_rate() -> None:
     assert error == pytest.approx(0, abs=1e-9)
 
 
+def test_a_simulated_run_is_calibrated_back_to_its_own_costs(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    costs = {
+        "train_s": 3.0, "train_s_per_token": 0.001, "push_s": 0.5, "pull_s": 1.0, "switch_s": 0.25, "reward_s": 0.125, "dispatch_s": 0.2,
+    }  # fmt: skip
+    command = [
+        *LAPTOP, "psrl.staleness=0", "psrl.deployment.n_rollout_instances=1", "data.max_response_length=256",
+        "gen_actor_rollout_ref.rollout.max_num_seqs=64", "trainer.save_freq=0", "simulation.steps=30", "simulation.round_s=0",
+        "simulation.costs.cost_model=qwen_7b", "simulation.costs.prefill_s=0.05", f"run_dir={run_dir}",
+        *(f"simulation.costs.{name}={value}" for name, value in costs.items()),
+    ]  # fmt: skip
+    assert main(command) == 0
+    found = calibrate(run_dir)
+    for name, value in costs.items():
+        assert found.costs[name] == pytest.approx(value, rel=0.05), name
+    for n in (8, 32, 64):  # what it costs matters, not how it is split; below the shipped model's threshold it is flat
+        assert found.decode.latency_s(n, 100 * n) == pytest.approx(QWEN_7B.latency_s(n, 100 * n), rel=0.15)
+    assert found.errors["decode"] < 0.02
+    found.save(tmp_path / "calibration.json")
+    assert load_calibration(tmp_path / "calibration.json") == found
+    assert (
+        main([*command[:-1], f"simulation.calibration={tmp_path / 'calibration.json'}", "simulation.write=False"]) == 0
+    )
+
+
 def test_what_lies_between_the_roles() -> None:
     trainer, instance = [], []
     for i in range(6):
@@ -152,9 +190,6 @@ def test_refusals_name_key_and_value(key: str, value: object, words: str) -> Non
     with pytest.raises(ConfigError, match=words) as refused:
         check_simulation(simulation)
     assert f"simulation.{key}={value}" in str(refused.value)
-
-
-LAPTOP = ["preset=laptop", "task=chain_sum"]
 
 
 def test_the_section_is_composed_beside_a_launch() -> None:
