@@ -147,7 +147,7 @@ class Fleet:
     def _send(self, agent: str, instance: str, keys: list[Key], incarnation: int) -> None:
         endpoint = self.reachable[agent].get(instance)
         for group, sample in keys:
-            _, samples = self.agents[agent][group]
+            assignment, samples = self.agents[agent][group]
             state = samples[sample]
             assert not state.at and not state.finished, f"{group, sample} was routed twice"
             if endpoint is None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psrl.protocol.samples import Group, Sample, VersionSpan
-from psrl.trainer.batch import build_micro_batches, count_loss_tokens, group_advantages, index_samples
+from psrl.trainer.batch import build_micro_batches, count_loss_tokens, index_samples, rewards_of
 from psrl.trainer.rows import separate_rows, shared_rows
 
 pytestmark = pytest.mark.unit
@@ -35,12 +35,12 @@ def test_tokens_that_count_as_prompt_have_no_part_in_the_loss(shared: bool) -> N
     index = index_samples([tokens])
     rows = shared_rows(tokens, index.group, [2], 64, 100) if shared else separate_rows(tokens)
     assert len(rows) == (1 if shared else 2)
-    advantages = group_advantages(group, tokens, norm_by_std=False)
-    assert advantages.valid.tolist() == [True, True, False] and advantages.advantages.tolist() == [0.5, -0.5, 0.0]
-    (batch,) = build_micro_batches([[*rows]], index, {0: group}, {0: advantages})
+    rewards = rewards_of(group, tokens, least_valid=2)
+    assert rewards.valid.tolist() == [True, True, False] and rewards.rewards.tolist() == [1.0, 0.0, 0.0]
+    (batch,) = build_micro_batches([[*rows]], index, {0: group}, {0: rewards})
     assert count_loss_tokens([batch]) == 4
     trained = sorted(
-        (int(batch.input_ids[r, t]), float(batch.advantages[r, t])) for r, t in batch.loss_mask.nonzero().tolist()
+        (int(batch.input_ids[r, t]), int(batch.sequences.ids[r, t])) for r, t in batch.loss_mask.nonzero().tolist()
     )
-    assert trained == [(10, -0.5), (11, -0.5), (13, 0.5), (14, 0.5)]
-    assert not batch.advantages[~batch.loss_mask].any() and not batch.rollout_log_probs[~batch.loss_mask].any()
+    assert trained == [(10, 1), (11, 1), (13, 0), (14, 0)]
+    assert not batch.rollout_log_probs[~batch.loss_mask].any()
