@@ -28,7 +28,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, scale: float) -> torch.Tensor:
         log_normaliser = torch.empty(len(tokens), dtype=torch.float32, device=logits.device)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             log_normaliser[rows] = (logits[rows].float() * scale).logsumexp(-1)
         ctx.save_for_backward(logits, tokens, log_normaliser)
         ctx.scale = scale
@@ -40,12 +40,13 @@ class _TokenLogProbs(torch.autograd.Function):
         logits, tokens, log_normaliser = ctx.saved_tensors
         grad = grad_outputs[0][:, None] * ctx.scale
         grad_logits = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             chunk = (logits[rows].float() * ctx.scale).sub_(log_normaliser[rows, None]).exp_().mul_(-grad[rows])
             grad_logits[rows] = chunk.scatter_add_(-1, tokens[rows, None], grad[rows])
         return grad_logits, None, None
 
 
-def _chunks(logits: torch.Tensor) -> list[slice]:
+def chunks(logits: torch.Tensor) -> list[slice]:
+    """Slices of the rows of `logits`, each at most CHUNK_ELEMENTS large (but at least a row)."""
     size = max(CHUNK_ELEMENTS // logits.shape[-1], 1)
     return [slice(start, start + size) for start in range(0, len(logits), size)]

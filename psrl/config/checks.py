@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from psrl.config.backend_checks import check_backend, has_megatron
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.schema import Config
@@ -34,7 +35,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
     ("psrl.rollout_coordination.routing_strategy.method", "throughput_optimal"): "request_num_balance",
     ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
-    ("train_actor_rollout_ref.actor.strategy", "megatron"): "fsdp2",
 }
 """Values that a job can be planned with but that this version cannot run, and what there is instead."""
 AT_LEAST: dict[str, float] = {
@@ -67,6 +67,10 @@ AT_LEAST: dict[str, float] = {
     "train_actor_rollout_ref.actor.ppo_mini_batch_size": 1,
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_epochs": 1,
+    "train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 1,
+    "train_actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 1,
+    "train_actor_rollout_ref.actor.megatron.context_parallel_size": 1,
+    "train_actor_rollout_ref.actor.megatron.expert_model_parallel_size": 1,
     "train_actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
     "train_actor_rollout_ref.actor.optim.min_lr_ratio": 0,
     "trainer.total_training_steps": 1,
@@ -108,6 +112,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     values = flatten(_as_dict(config))
     _check_values(values)
     _check_combinations(config)
+    check_backend(config, megatron_installed=only_planned or has_megatron())
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."
         for (key, value), instead in NOT_IN_THIS_VERSION.items()

@@ -36,8 +36,7 @@ def documented_keys() -> dict[str, DocumentedKey]:
     """Dotted key -> its documentation; `documented_keys()["psrl.staleness"].default == 0`."""
     entries: dict[str, DocumentedKey] = {}
     for prefix, cls in _sections.items():
-        texts = _field_texts(inspect.getsource(sys.modules[cls.__module__]))
-        entries |= {entry.key: entry for entry in _walk(cls, prefix, texts)}
+        entries |= {entry.key: entry for entry in _walk(cls, prefix)}
     return entries
 
 
@@ -66,7 +65,8 @@ def render_help() -> str:
     return "\n".join(lines)
 
 
-def _walk(cls: type, prefix: str, texts: dict[tuple[str, str], str]) -> list[DocumentedKey]:
+def _walk(cls: type, prefix: str) -> list[DocumentedKey]:
+    texts = _field_texts(cls.__module__)
     hints = typing.get_type_hints(cls)
     instance = cls()
     nested: list[DocumentedKey] = []
@@ -75,7 +75,7 @@ def _walk(cls: type, prefix: str, texts: dict[tuple[str, str], str]) -> list[Doc
         value = getattr(instance, item.name)
         key = f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
-            nested += _walk(type(value), f"{key}.", texts)
+            nested += _walk(type(value), f"{key}.")
         else:
             plain.append(
                 DocumentedKey(key, _type_name(hints[item.name]), value, texts.get((cls.__name__, item.name), ""))
@@ -95,8 +95,10 @@ def _type_name(hint: Any) -> str:
     return names.get(hint, str(hint))
 
 
-def _field_texts(source: str) -> dict[tuple[str, str], str]:
-    """(class, field) -> the string literal that follows the field."""
+@functools.cache
+def _field_texts(module: str) -> dict[tuple[str, str], str]:
+    """(class, field) -> the string literal that follows the field, for the dataclasses of a module."""
+    source = inspect.getsource(sys.modules[module])
     texts: dict[tuple[str, str], str] = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from psrl.config.megatron import MegatronConfig
+
 
 @dataclass
 class PartialRolloutConfig:
@@ -266,7 +268,7 @@ class OptimConfig:
 @dataclass
 class ActorConfig:
     strategy: str = "fsdp2"
-    """Trainer backend: fsdp2 | megatron (not in this version)."""
+    """Trainer backend: fsdp2 | megatron (needs the extra psrl[megatron]; dense Llama, Qwen2 and Qwen3)."""
     ppo_mini_batch_size: int | None = None
     """Groups an optimizer step; null: the whole buffer."""
     ppo_max_token_len_per_gpu: int = 16384
@@ -290,6 +292,7 @@ class ActorConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from psrl.telemetry.metrics import MetricsWriter
 from psrl.telemetry.step_metrics import step_metrics
 from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, UPDATE, WAIT, Timeline
 from psrl.trainer import checkpoints
-from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.backends.make import make_backend
 from psrl.trainer.feed import Feed, Order, broadcast_order
 from psrl.trainer.rendezvous import init_process_group
 from psrl.trainer.step import train_step
@@ -40,7 +40,7 @@ class Trainer:
         config = role.config
         self.role, self.rank, self.world_size = role, rank, world_size
         source = run_model(role.run_dir)
-        self.actor = FSDP2Backend(
+        self.actor = make_backend(
             load_causal_lm(source.path, config.model.dtype),
             config.train_actor_rollout_ref.actor,
             temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,

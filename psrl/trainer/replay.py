@@ -27,7 +27,7 @@ from psrl.protocol.samples import Group
 from psrl.role import load_config
 from psrl.rundir.layout import RunDir
 from psrl.rundir.segments import read_sample
-from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.backends.make import make_backend
 from psrl.trainer.main import optimizer_steps
 from psrl.trainer.step import train_step
 
@@ -57,7 +57,7 @@ def replay_run(run_dir: RunDir, steps: int | None = None) -> list[dict[str, floa
     """Train from the run's initial weights; one row of `CURVE` a buffer. Collective: every rank calls it."""
     config = load_config(run_dir)
     torch.set_num_threads(config.psrl.deployment.train_cpu_threads)
-    actor = FSDP2Backend(
+    actor = make_backend(
         load_causal_lm(run_model(run_dir).path, config.model.dtype),
         config.train_actor_rollout_ref.actor,
         temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,

@@ -46,11 +46,12 @@ def train_step(
     minis = mini_batches(len(taken), settings.ppo_mini_batch_size)
     rows = [_rows(actor, settings, taken, index, _only(samples.lengths, index, mini)) for mini in minis]
     plans = [
-        plan_micro_batches([row.length for row in mini], actor.world_size, settings.ppo_max_token_len_per_gpu)
+        plan_micro_batches([row.length for row in mini], actor.dp_size, settings.ppo_max_token_len_per_gpu)
         for mini in rows
     ]
     mine = [
-        [[mini[i] for i in batch] for batch in plan.ranks[actor.rank]] for mini, plan in zip(rows, plans, strict=True)
+        [[mini[i] for i in batch] for batch in plan.ranks[actor.dp_rank]]
+        for mini, plan in zip(rows, plans, strict=True)
     ]
     groups = {i: read(taken[i]) for step in mine for i in groups_needed(step, index)}
     advantages = {

@@ -1,7 +1,8 @@
 """A trainer of one or more ranks on a fixed little problem; run as a script it is one rank (RANK, WORLD_SIZE).
 
 `fsdp2_ranks.py '{"checkpoints": DIR, "init": FILE, "steps": 4, "save_at": [2]}'`: rank 0 prints the metrics of each
-step as a line of JSON.
+step as a line of JSON. "actor": settings of the actor, for example its strategy. "shards" and "log_probs": directories where
+each rank leaves its last weights and the log-probs of the first step.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from psrl.algorithms import policy
 from psrl.algorithms.policy import PolicyLoss
+from psrl.config.megatron import MegatronConfig
 from psrl.config.schema import ActorConfig, OptimConfig
 from psrl.protocol.samples import Group, Sample
 from psrl.trainer import checkpoints
 from psrl.trainer.backends.base import MicroBatch
-from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.backends.core import BackendCore
+from psrl.trainer.backends.make import make_backend
 from psrl.trainer.batch import (
     build_micro_batches,
     count_loss_tokens,
@@ -97,14 +100,14 @@ def make_batches(groups: list[Group], rank: int, world_size: int, cap: int, shar
     return build_micro_batches(mine, index, {g: groups[g] for g in needed}, advantages)
 
 
-def train_step(backend: FSDP2Backend, step: int, cap: int = 1024) -> dict[str, float]:
-    batches = make_batches(make_groups(step), backend.rank, backend.world_size, cap)
+def train_step(backend: BackendCore, step: int, cap: int = 1024) -> dict[str, float]:
+    batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap)
     (tokens,) = backend.all_sum([count_loss_tokens(batches)])
     sums = backend.update(batches, PolicyLoss(global_tokens=int(tokens), token_tis=True))
     return policy.finalise(sums) | {name: value for name, value in sums.items() if "/sums/" not in name}
 
 
-def save(backend: FSDP2Backend, root: Path, step: int, killed: bool = False) -> None:
+def save(backend: BackendCore, root: Path, step: int, killed: bool = False) -> None:
     path = checkpoints.step_directory(root, step)
     if backend.rank == 0:
         checkpoints.begin(root, step, backend.checkpoint_bytes())
@@ -119,6 +122,29 @@ def save(backend: FSDP2Backend, root: Path, step: int, killed: bool = False) -> 
         checkpoints.finish(path, {"version": step})
 
 
+def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor]:
+    """The log-probs of this rank's rows, with and without shared prompts, by the row's tokens."""
+    groups = make_groups(3, num_groups=4, size=5)
+    shared = [False, True] if backend.can_share_prompts else [False]
+    batches = [b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s)]
+    return {
+        tuple(ids[real].tolist()): values[mask]
+        for batch in batches
+        for ids, real, mask, values in zip(
+            batch.input_ids, batch.attention_mask, batch.loss_mask, backend.log_probs(batch), strict=True
+        )
+        if mask.any()
+    }
+
+
+def settings(task: dict) -> dict:
+    """Settings of the actor, nested ones as their dataclasses."""
+    given = dict(task.get("actor", {}))
+    kinds = {"megatron": MegatronConfig}
+    given |= {name: kind(**given[name]) for name, kind in kinds.items() if name in given}
+    return given | ({"optim": OptimConfig(lr=task["lr"])} if "lr" in task else {})
+
+
 def main(task: dict) -> None:
     torch.set_num_threads(1)
     world_size = int(os.environ["WORLD_SIZE"])
@@ -130,13 +156,15 @@ def main(task: dict) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=120),
         )
-    actor = make_actor(**({"optim": OptimConfig(lr=task["lr"])} if "lr" in task else {}))
+    actor = make_actor(**settings(task))
     # A resumed run starts from other weights ("seed"), so that it is right only if the checkpoint replaces them.
-    backend = FSDP2Backend(make_model(seed=task.get("seed", 0)), actor, temperature=0.8)
+    backend = make_backend(make_model(seed=task.get("seed", 0)), actor, temperature=0.8)
     root = Path(task["checkpoints"])
     found, _ = checkpoints.newest_complete(root)
     if found is not None:
         backend.load(found)
+    if "log_probs" in task:
+        torch.save(log_probs_by_row(backend), Path(task["log_probs"]) / f"{backend.rank}.pt")
     for step in range(backend.steps, task["steps"]):
         metrics = train_step(backend, step, task.get("cap", 1024))
         if backend.rank == 0:

@@ -57,6 +57,9 @@ LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torc
 class TrainBackend(Protocol):
     rank: int
     world_size: int
+    dp_rank: int
+    """Which share of the micro-batches this rank has; ranks that share a model or a row have the same."""
+    dp_size: int
     hidden_size: int
     can_share_prompts: bool
     """Rows may hold several responses behind one prompt (`MicroBatch.layout`)."""
@@ -73,7 +76,7 @@ class TrainBackend(Protocol):
         ...
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        """Each value added over all ranks, for example a rank's trainable tokens."""
+        """Each value added over all data-parallel ranks, for example a rank's trainable tokens."""
         ...
 
     def weight_shards(self) -> Iterator[WeightShard]:

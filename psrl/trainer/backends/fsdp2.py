@@ -6,19 +6,12 @@ Rows are right-padded, so a causal model needs no padding mask: no real token ev
 from __future__ import annotations
 
 import inspect
-import logging
-import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,27 +19,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from psrl.algorithms.metrics import MetricSums, stack, unstack
-from psrl.algorithms.schedule import learning_rate
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
-from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def row_range(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Rows [start, end) of a tensor that `rank` holds under FSDP2: ceil-sized chunks, the last ones short or empty.
-
-    `[row_range(5, r, 4) for r in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]`.
-    """
-    chunk = -(-num_rows // world_size)
-    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+from psrl.trainer.backends.base import MicroBatch, SharedLayout, WeightShard
+from psrl.trainer.backends.core import (
+    BackendCore,
+    compute_dtype,
+    ensure_process_group,
+    grid_of,
+    predictors_of,
+    row_range,
+    shared_mask,
+)
 
 
-class FSDP2Backend:
+class FSDP2Backend(BackendCore):
     """Policy model, optimizer and learning-rate warm-up of one trainer rank.
 
     `model` must be the same on every rank (same weights); each keeps its shard only. A single rank that computes in
@@ -66,84 +53,29 @@ class FSDP2Backend:
         mesh: DeviceMesh | None = None,
     ) -> None:
         device = torch.device(device)
-        self.temperature = temperature
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.steps = 0
-        """Optimizer steps taken so far, over all restarts."""
+        dtype = compute_dtype(actor.mixed_precision)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        super().__init__(
+            actor,
+            temperature=temperature,
+            total_steps=total_steps,
+            device=device,
+            dp_rank=dist.get_rank() if dist.is_initialized() else 0,
+            dp_size=world_size,
+        )
         self.hidden_size = int(model.config.hidden_size)
         self.can_share_prompts = _can_share_prompts(model)
-        self._device = device
-        self._schedule = partial(
-            learning_rate,
-            peak=actor.optim.lr,
-            warmup_steps=actor.optim.lr_warmup_steps,
-            kind=actor.optim.lr_scheduler_type,
-            total_steps=total_steps,
-            min_ratio=actor.optim.min_lr_ratio,
-        )
-        self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
-        self._predictors: torch.Tensor | None = None
         self._model = model.eval()
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
-        compute_dtype = _dtype(actor.mixed_precision)
-        if self.world_size > 1 or compute_dtype != model.dtype:
-            _shard(model, layers, compute_dtype, mesh or _default_mesh(device, self.world_size))
+        if world_size > 1 or dtype != model.dtype:
+            _shard(model, layers, dtype, mesh or _default_mesh(device, world_size))
         else:
             model.to(device)  # type: ignore[arg-type]
         self._parameters = dict(model.named_parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=actor.optim.lr,
-            betas=(actor.optim.betas[0], actor.optim.betas[1]),
-            weight_decay=actor.optim.weight_decay,
-            fused=True,
-        )
-        for parameter in self._parameters.values():  # now, so that `load` has somewhere to load to
-            self._optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-    @torch.no_grad()
-    def log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """See TrainBackend. Collective: every rank must call it equally often."""
-        return self._log_probs(batch)
-
-    def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
-        """See TrainBackend. All ranks must pass equally many micro-batches. No micro-batch at all: no step is taken.
-
-        A gradient that is not finite is not applied: the step is skipped on all ranks and `actor/skipped_steps` is 1.
-        """
-        if not batches:
-            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
-        parts = []
-        for batch in batches:
-            loss, sums = loss_fn(self._log_probs(batch), batch)
-            # FSDP averages gradients over ranks, while the loss is already divided by the global token count.
-            (loss * self.world_size).backward()
-            parts.append(sums)
-        norm = self._clip_gradients()
-        lr = self._learning_rate()
-        finite = math.isfinite(norm)
-        if finite:
-            self._step(lr)
-        else:
-            logger.warning("gradient norm is %s after %d optimizer steps: this step is skipped", norm, self.steps)
-        self._optimizer.zero_grad(set_to_none=True)
-        metrics = self._reduce(parts)
-        return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(not finite)}
-
-    def all_sum(self, values: Sequence[float]) -> list[float]:
-        """Each value added over all ranks (exact for integers below 2^53)."""
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return total.tolist()
+        self._make_optimizer(actor)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty. The tensors are
@@ -153,38 +85,16 @@ class FSDP2Backend:
             start, _ = row_range(parameter.shape[0], *self._shard_of(parameter))
             yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start, local=local.detach())
 
-    def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint, all ranks together: weights and two optimizer moments."""
-        return 3 * sum(p.numel() * p.element_size() for p in self._parameters.values())
-
-    def save(self, directory: Path) -> None:
-        """Write this rank's shards of weights and optimizer into `directory`, one file a rank, synced. Collective;
-        raises RuntimeError on every rank when one of them fails."""
-        with _checkpoint_errors(f"cannot write the checkpoint {directory}"):
-            dcp.save(self._state(), checkpoint_id=directory, no_dist=self.world_size == 1)
-
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, also with another number of ranks. Collective; raises RuntimeError on every rank
-        when one of them fails."""
-        state = self._state()
-        with _checkpoint_errors(f"cannot load the checkpoint {directory}"):
-            dcp.load(state, checkpoint_id=directory, no_dist=self.world_size == 1)
-        self.steps = int(state["steps"])
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter]["step"].fill_(self.steps)
-
     def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
-        self._predictors = _predictors(batch, targets)
+        self._predictors = predictors_of(batch, targets)
         try:
             logits = self._model(input_ids=batch.input_ids, use_cache=False, **_shared_inputs(batch.layout)).logits
         finally:
             self._predictors = None
-        tokens = batch.input_ids.flatten()[targets]
-        log_probs = token_log_probs(logits, tokens, self.temperature)
-        grid = log_probs.new_zeros(batch.input_ids.numel()).index_copy(0, targets, log_probs)
-        return grid.view(batch.input_ids.shape)
+        log_probs = token_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature)
+        return grid_of(log_probs, targets, batch.input_ids.shape)
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places that predict the n targets."""
@@ -192,41 +102,28 @@ class FSDP2Backend:
             return None
         return (args[0].flatten(0, 1).index_select(0, self._predictors), *args[1:])
 
+    def _backward(self, loss: torch.Tensor) -> None:
+        """FSDP averages gradients over ranks, while the loss is already divided by the global token count."""
+        (loss * self.world_size).backward()
+
     def _clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._grad_clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _learning_rate(self) -> float:
-        return self._schedule(self.steps)
-
-    def _step(self, lr: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self.steps += 1
-
-    def _reduce(self, parts: list[MetricSums]) -> dict[str, float]:
-        added, sums, extreme, maxima = stack(parts)
-        if self.world_size > 1:
-            dist.all_reduce(sums)
-            if extreme:
-                dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return unstack(added, sums, extreme, maxima)
+    def _after_step(self) -> None:
+        """Nothing: what the optimizer steps is what the model computes with."""
 
     def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
         if isinstance(parameter, DTensor):
             return parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
         return 0, 1
 
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds; the tensors are the live ones, so loading into it restores in place."""
-        state: dict[str, Any] = {"steps": torch.tensor(self.steps)}
-        for name, parameter in self._parameters.items():
-            moments = self._optimizer.state[parameter]
-            state[f"model.{name}"] = parameter.detach()
-            state[f"exp_avg.{name}"] = moments["exp_avg"]
-            state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-        return state
+    def _tensors(self, kind: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The live tensors, so loading into them restores in place."""
+        return {f"{kind}.{name}": value for name, value in values.items()}
+
+    def _restore(self, kind: str, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: they are the same tensors."""
 
 
 def _can_share_prompts(model: PreTrainedModel) -> bool:
@@ -238,30 +135,9 @@ def _can_share_prompts(model: PreTrainedModel) -> bool:
     return known and kinds == {"full_attention"} and window is None and config._attn_implementation == "sdpa"
 
 
-def _predictors(batch: MicroBatch, targets: torch.Tensor) -> torch.Tensor:
-    """Flat places [n] whose output predicts the tokens at flat places `targets` [n]."""
-    if batch.layout is None:
-        return targets - 1
-    length = batch.input_ids.shape[1]
-    return targets - targets % length + batch.layout.predictors.flatten()[targets]
-
-
-def _shared_inputs(layout: SharedLayout | None) -> dict[str, torch.Tensor]:
-    """Positions and attention mask (bool [rows, 1, length, length], True: attend) for rows that share prompts."""
-    if layout is None:
-        return {}
-    segments = layout.segments
-    earlier = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
-    related = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
-    return {"position_ids": layout.positions, "attention_mask": (related & earlier)[:, None]}
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(
-            f"train_actor_rollout_ref.actor.mixed_precision is {name!r}; it must be one of {', '.join(_DTYPES)}"
-        )
-    return _DTYPES[name]
+def _shared_inputs(layout: SharedLayout | None) -> dict[str, torch.Tensor | None]:
+    """Positions and attention mask for rows that share prompts."""
+    return {} if layout is None else {"position_ids": layout.positions, "attention_mask": shared_mask(layout)}
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -295,27 +171,14 @@ def _checkpoint_activations(layers: list[torch.nn.Module]) -> None:
         layer.training = True
 
 
-@contextmanager
-def _checkpoint_errors(what: str) -> Iterator[None]:
-    """CheckpointException is no Exception, and a single process gets a warning about the missing process group."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield
-    except CheckpointException as error:
-        raise RuntimeError(f"{what}: {error}") from error
-
-
 def _default_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    ensure_process_group(device)
     return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
 
 
-def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], compute_dtype: torch.dtype, mesh: DeviceMesh) -> None:
+def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
     """Shard each decoder layer, then what is left (embeddings, final norm, output layer) as one root group."""
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
