@@ -26,7 +26,7 @@ def check_backend(config: Config, *, megatron_installed: bool) -> None:
     if config.train_actor_rollout_ref.actor.strategy == "megatron":
         _check_megatron(config, megatron_installed)
     else:
-        _refuse_other_backend(config)
+        _check_fsdp(config)
 
 
 def _check_megatron(config: Config, installed: bool) -> None:
@@ -42,6 +42,7 @@ def _check_megatron(config: Config, installed: bool) -> None:
                 f"{MEGATRON}.{name}={getattr(settings, name)} is not in this version of psrl: use 1, and "
                 f"{MEGATRON}.tensor_model_parallel_size for models that do not fit one rank."
             )
+    _refuse_fsdp_keys(config)
     size, ranks = settings.tensor_model_parallel_size, trainer_ranks(config)
     if ranks % size:
         raise ConfigError(
@@ -50,12 +51,40 @@ def _check_megatron(config: Config, installed: bool) -> None:
         )
 
 
-def _refuse_other_backend(config: Config) -> None:
-    size = config.train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size
+def _refuse_fsdp_keys(config: Config) -> None:
+    actor = config.train_actor_rollout_ref.actor
+    given = {
+        "ulysses_sequence_parallel_size": (actor.ulysses_sequence_parallel_size, 1),
+        "fsdp_config.fsdp_size": (actor.fsdp_config.fsdp_size, -1),
+        "fsdp_config.param_offload": (actor.fsdp_config.param_offload, False),
+        "fsdp_config.optimizer_offload": (actor.fsdp_config.optimizer_offload, False),
+    }
+    for name, (value, usual) in given.items():
+        if value != usual:
+            raise ConfigError(
+                f"{ACTOR}.{name}={value} has no meaning with {ACTOR}.strategy=megatron: leave it at {usual}, or set "
+                f"{ACTOR}.strategy=fsdp2."
+            )
+
+
+def _check_fsdp(config: Config) -> None:
+    actor, ranks = config.train_actor_rollout_ref.actor, trainer_ranks(config)
+    size = actor.megatron.tensor_model_parallel_size
     if size > 1:
         raise ConfigError(
             f"{MEGATRON}.tensor_model_parallel_size={size} has no meaning with {ACTOR}.strategy=fsdp2: "
             f"set {ACTOR}.strategy=megatron, or leave it at 1."
+        )
+    sharing, shards = actor.ulysses_sequence_parallel_size, actor.fsdp_config.fsdp_size
+    if ranks % sharing:
+        raise ConfigError(
+            f"{ACTOR}.ulysses_sequence_parallel_size={sharing} does not divide the {ranks} trainer ranks "
+            "(psrl.deployment.train_nnodes x train_ngpus_per_node): choose a divisor."
+        )
+    if shards == 0 or shards < -1 or (shards > 0 and ranks % shards):
+        raise ConfigError(
+            f"{ACTOR}.fsdp_config.fsdp_size={shards} does not divide the {ranks} trainer ranks "
+            "(psrl.deployment.train_nnodes x train_ngpus_per_node): choose a divisor, or -1 for all of them."
         )
 
 

@@ -67,6 +67,7 @@ AT_LEAST: dict[str, float] = {
     "train_actor_rollout_ref.actor.ppo_mini_batch_size": 1,
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_epochs": 1,
+    "train_actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
     "train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 1,
     "train_actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 1,
     "train_actor_rollout_ref.actor.megatron.context_parallel_size": 1,

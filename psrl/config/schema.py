@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from psrl.config.fsdp import FSDPConfig
 from psrl.config.megatron import MegatronConfig
 
 
@@ -291,7 +292,10 @@ class ActorConfig:
     """Compute dtype: float32 | bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    ulysses_sequence_parallel_size: int = 1
+    """fsdp2: trainer ranks that share each row, for long sequences; divides the trainer ranks and the attention heads."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 

@@ -1,7 +1,8 @@
 """Train on the buffers that a run recorded (trainer.keep_samples=True), without rollout: `python -m psrl.trainer.replay RUN_DIR`.
 
-The same samples in the same order give the same loss curve, on any number of ranks. Ranks are told by RANK and WORLD_SIZE
-and meet at STORE (a file that all can reach, needed for more than one).
+The same samples in the same order give the same loss curve, on any number of ranks and with any backend. Ranks are told by
+RANK and WORLD_SIZE and meet at STORE (a file that all can reach, needed for more than one). KEY=VALUE changes a key of the
+run's configuration, for example train_actor_rollout_ref.actor.strategy=megatron.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from psrl.config.schema import Config
 from psrl.coordinator.ledger import replay
@@ -53,9 +55,9 @@ def recorded_buffers(run_dir: RunDir, config: Config) -> Iterator[list[TakenGrou
     yield from (taken[buffer] for buffer in sorted(taken))
 
 
-def replay_run(run_dir: RunDir, steps: int | None = None) -> list[dict[str, float]]:
+def replay_run(run_dir: RunDir, steps: int | None = None, overrides: Sequence[str] = ()) -> list[dict[str, float]]:
     """Train from the run's initial weights; one row of `CURVE` a buffer. Collective: every rank calls it."""
-    config = load_config(run_dir)
+    config = _changed(load_config(run_dir), overrides)
     torch.set_num_threads(config.psrl.deployment.train_cpu_threads)
     actor = make_backend(
         load_causal_lm(run_model(run_dir).path, config.model.dtype),
@@ -77,16 +79,22 @@ def replay_run(run_dir: RunDir, steps: int | None = None) -> list[dict[str, floa
     return rows
 
 
+def _changed(config: Config, overrides: Sequence[str]) -> Config:
+    merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides)))
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         store = dist.FileStore(os.environ["STORE"], world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    rows = replay_run(RunDir(args.run_dir.resolve()), args.steps)
+    rows = replay_run(RunDir(args.run_dir.resolve()), args.steps, args.overrides)
     if rank == 0:
         print("\n".join(json.dumps(row) for row in rows))
     return 0

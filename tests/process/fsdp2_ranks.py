@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from psrl.algorithms import policy
 from psrl.algorithms.policy import PolicyLoss
+from psrl.config.fsdp import FSDPConfig
 from psrl.config.megatron import MegatronConfig
 from psrl.config.schema import ActorConfig, OptimConfig
 from psrl.protocol.samples import Group, Sample
@@ -41,11 +42,11 @@ from psrl.trainer.rows import separate_rows, shared_rows
 VOCABULARY = 131  # odd: two ranks hold 66 and 65 rows
 
 
-def make_model(tied: bool = True, seed: int = 0) -> PreTrainedModel:
+def make_model(tied: bool = True, seed: int = 0, kv_heads: int = 2) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
+        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 
@@ -140,7 +141,7 @@ def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor
 def settings(task: dict) -> dict:
     """Settings of the actor, nested ones as their dataclasses."""
     given = dict(task.get("actor", {}))
-    kinds = {"megatron": MegatronConfig}
+    kinds = {"megatron": MegatronConfig, "fsdp_config": FSDPConfig}
     given |= {name: kind(**given[name]) for name, kind in kinds.items() if name in given}
     return given | ({"optim": OptimConfig(lr=task["lr"])} if "lr" in task else {})
 
@@ -158,7 +159,9 @@ def main(task: dict) -> None:
         )
     actor = make_actor(**settings(task))
     # A resumed run starts from other weights ("seed"), so that it is right only if the checkpoint replaces them.
-    backend = make_backend(make_model(seed=task.get("seed", 0)), actor, temperature=0.8)
+    backend = make_backend(
+        make_model(seed=task.get("seed", 0), kv_heads=task.get("kv_heads", 2)), actor, temperature=0.8
+    )
     root = Path(task["checkpoints"])
     found, _ = checkpoints.newest_complete(root)
     if found is not None:

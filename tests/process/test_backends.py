@@ -32,6 +32,8 @@ class Variant:
 
 VARIANTS = [
     pytest.param(Variant("fsdp2-2", 2, {})),
+    pytest.param(Variant("hsdp-2x1", 2, {"fsdp_config": {"fsdp_size": 1}})),
+    pytest.param(Variant("ulysses-2", 2, {"ulysses_sequence_parallel_size": 2})),
     pytest.param(Variant("megatron-1", 1, {"strategy": "megatron"}), marks=MEGATRON),
     pytest.param(
         Variant("megatron-tp2", 2, {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}}),
@@ -147,4 +149,12 @@ def test_a_checkpoint_of_fsdp2_goes_on_in_it(variant, tmp_path, reference):
     save(before, path.parent, SAVED_AT)
     curve = launch(tmp_path, variant.world_size, steps=STEPS, save_at=[], cap=15, seed=1, actor=variant.actor)
     for ours, other in zip(curve, reference[1][SAVED_AT:], strict=True):
+        assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
+
+
+def test_ulysses_with_fewer_key_value_heads_than_ranks(tmp_path):
+    expected = make_backend(make_model(kv_heads=1), make_actor(), temperature=0.8)
+    curve = [train_step(expected, step) for step in range(2)]
+    ulysses = {"ulysses_sequence_parallel_size": 2}
+    for ours, other in zip(launch(tmp_path, 2, steps=2, save_at=[], kv_heads=1, actor=ulysses), curve, strict=True):
         assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)

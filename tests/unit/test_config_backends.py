@@ -39,6 +39,22 @@ REFUSED = [
         {"megatron": {"tensor_model_parallel_size": 2}},
         r"tensor_model_parallel_size=2 has no meaning with .*strategy=fsdp2",
     ),
+    (
+        {"ulysses_sequence_parallel_size": 3},
+        r"ulysses_sequence_parallel_size=3 does not divide the 4 trainer ranks",
+    ),
+    *(
+        ({"fsdp_config": {"fsdp_size": size}}, rf"fsdp_size={size} does not divide the 4 trainer ranks .* or -1")
+        for size in (0, -2, 3, 8)
+    ),
+    (
+        {"strategy": "megatron", "ulysses_sequence_parallel_size": 2},
+        r"ulysses_sequence_parallel_size=2 has no meaning with .*strategy=megatron: leave it at 1",
+    ),
+    (
+        {"strategy": "megatron", "fsdp_config": {"param_offload": True}},
+        r"param_offload=True has no meaning with .*strategy=megatron",
+    ),
 ]
 
 
@@ -55,7 +71,12 @@ def test_a_missing_package_is_one_sentence():
 
 @pytest.mark.parametrize(
     "actor",
-    [{}, {"strategy": "megatron"}, {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}}],
+    [
+        {},
+        {"ulysses_sequence_parallel_size": 2, "fsdp_config": {"fsdp_size": 2}},
+        {"strategy": "megatron"},
+        {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
+    ],
 )
 def test_accepted(actor):
     check_backend(config(**actor), megatron_installed=True)

@@ -251,7 +251,7 @@ def compute_dtype(name: str) -> torch.dtype:
 def ensure_process_group(device: torch.device) -> None:
     """A process group of one where nobody made one: the libraries below insist."""
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -1,6 +1,7 @@
 """TrainBackend on PyTorch FSDP2 (`fully_shard`) for any Hugging Face causal model, on CPU (gloo) or CUDA (nccl).
 
-Rows are right-padded, so a causal model needs no padding mask: no real token ever looks at padding.
+Rows are right-padded, so a causal model needs no padding mask: no real token ever looks at padding. Weights are sharded over
+all ranks or, with replicas (HSDP), over groups of them; ranks may share rows too (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -31,6 +32,7 @@ from psrl.trainer.backends.core import (
     row_range,
     shared_mask,
 )
+from psrl.trainer.backends.ulysses import SIZE_KEY, Ulysses
 
 
 class FSDP2Backend(BackendCore):
@@ -50,51 +52,82 @@ class FSDP2Backend(BackendCore):
         temperature: float,
         total_steps: int | None = None,
         device: torch.device | str = "cpu",
-        mesh: DeviceMesh | None = None,
     ) -> None:
         device = torch.device(device)
         dtype = compute_dtype(actor.mixed_precision)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        sharing = actor.ulysses_sequence_parallel_size
+        rows_mesh = _rows_mesh(device, world_size, sharing) if sharing > 1 else None
         super().__init__(
             actor,
             temperature=temperature,
             total_steps=total_steps,
             device=device,
-            dp_rank=dist.get_rank() if dist.is_initialized() else 0,
-            dp_size=world_size,
+            dp_rank=rank // sharing,
+            dp_size=world_size // sharing,
+            dp_group=rows_mesh.get_group("dp") if rows_mesh else None,
         )
         self.hidden_size = int(model.config.hidden_size)
         self.can_share_prompts = _can_share_prompts(model)
         self._model = model.eval()
+        self._ulysses: Ulysses | None = None
+        if rows_mesh is not None:
+            if not self.can_share_prompts:
+                raise ValueError(f"{SIZE_KEY}={sharing} needs full attention in every layer: use 1 for this model")
+            self._ulysses = Ulysses(model, rows_mesh.get_group("sp"))
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
-        if world_size > 1 or dtype != model.dtype:
-            _shard(model, layers, dtype, mesh or _default_mesh(device, world_size))
+        settings = actor.fsdp_config
+        offload = settings.param_offload and device.type != "cpu"
+        self._visiting_moments = settings.optimizer_offload and not offload and device.type != "cpu"
+        if world_size > 1 or dtype != model.dtype or offload:
+            _shard(model, layers, dtype, _shard_mesh(device, world_size, settings.fsdp_size), offload)
         else:
             model.to(device)  # type: ignore[arg-type]
         self._parameters = dict(model.named_parameters())
         self._make_optimizer(actor)
+        self._move_moments(torch.device("cpu"))
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty. The tensors are
-        the live weights, not copies: use them before the next `update`."""
+        """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty, and replicas of a
+        shard publish a part of its rows each. The tensors are the live weights, not copies: use them before the next
+        `update`."""
         for name, parameter in self._parameters.items():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            start, _ = row_range(parameter.shape[0], *self._shard_of(parameter))
-            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start, local=local.detach())
+            (shard, shards), (replica, replicas) = _places(parameter)
+            start, _ = row_range(parameter.shape[0], shard, shards)
+            first, end = row_range(local.shape[0], replica, replicas)
+            rows = local.detach()[first:end]
+            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start + first, local=rows)
 
     def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
+        if self._ulysses is not None:
+            return self._log_probs_of_part(batch, self._ulysses)
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
-        self._predictors = predictors_of(batch, targets)
+        inputs = {"input_ids": batch.input_ids, **_shared_inputs(batch.layout)}
+        log_probs = self._predict(inputs, predictors_of(batch, targets), batch.input_ids.flatten()[targets])
+        return grid_of(log_probs, targets, batch.input_ids.shape)
+
+    def _log_probs_of_part(self, batch: MicroBatch, ulysses: Ulysses) -> torch.Tensor:
+        """The same where this rank runs a part of each row: it answers for the tokens that are predicted there."""
+        padded = ulysses.enter(batch)
+        targets = padded.loss_mask.flatten().nonzero().squeeze(-1)
+        inside, places = ulysses.mine(predictors_of(padded, targets), padded.input_ids.shape[1])
+        targets = targets[inside]
+        log_probs = self._predict(ulysses.inputs(padded), places, padded.input_ids.flatten()[targets])
+        return ulysses.leave(grid_of(log_probs, targets, padded.input_ids.shape), batch.input_ids.shape[1])
+
+    def _predict(self, inputs: dict[str, Any], places: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-probs [n] of `tokens` [n] as predicted at the flat `places` [n] of the input."""
+        self._predictors = places
         try:
-            logits = self._model(input_ids=batch.input_ids, use_cache=False, **_shared_inputs(batch.layout)).logits
+            logits = self._model(use_cache=False, **inputs).logits
         finally:
             self._predictors = None
-        log_probs = token_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature)
-        return grid_of(log_probs, targets, batch.input_ids.shape)
+        return token_log_probs(logits, tokens, self.temperature)
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places that predict the n targets."""
@@ -113,10 +146,18 @@ class FSDP2Backend(BackendCore):
     def _after_step(self) -> None:
         """Nothing: what the optimizer steps is what the model computes with."""
 
-    def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
-        if isinstance(parameter, DTensor):
-            return parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
-        return 0, 1
+    def _step(self, lr: float) -> None:
+        self._move_moments(self._device)
+        super()._step(lr)
+        self._move_moments(torch.device("cpu"))
+
+    def _move_moments(self, device: torch.device) -> None:
+        """Where Adam's moments live in host memory (`optimizer_offload`), take them there or back."""
+        if not self._visiting_moments:
+            return
+        for state in self._optimizer.state.values():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind] = state[kind].to(device)
 
     def _tensors(self, kind: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The live tensors, so loading into them restores in place."""
@@ -171,14 +212,43 @@ def _checkpoint_activations(layers: list[torch.nn.Module]) -> None:
         layer.training = True
 
 
-def _default_mesh(device: torch.device, world_size: int) -> DeviceMesh:
+def _places(parameter: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(this rank's shard, number of shards), (its place among those with the same shard, their number)."""
+    if not isinstance(parameter, DTensor):
+        return (0, 1), (0, 1)
+    mesh = parameter.device_mesh
+    shard = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    return shard, (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
+
+
+def _rows_mesh(device: torch.device, world_size: int, sharing: int) -> DeviceMesh:
+    """Neighbouring ranks share rows."""
+    if world_size % sharing:
+        raise ValueError(f"{SIZE_KEY}={sharing} does not divide the {world_size} trainer ranks: choose a divisor")
     ensure_process_group(device)
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
+    return init_device_mesh(device.type, (world_size // sharing, sharing), mesh_dim_names=("dp", "sp"))
 
 
-def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
+def _shard_mesh(device: torch.device, world_size: int, fsdp_size: int) -> DeviceMesh:
+    """All ranks in one dimension or, with replicas, (replicas, shards)."""
+    ensure_process_group(device)
+    if fsdp_size < 0 or fsdp_size >= world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
+    if world_size % fsdp_size:
+        raise ValueError(
+            f"train_actor_rollout_ref.actor.fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} trainer ranks:"
+            " choose a divisor, or -1"
+        )
+    shape = (world_size // fsdp_size, fsdp_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(
+    model: PreTrainedModel, layers: list[torch.nn.Module], dtype: torch.dtype, mesh: DeviceMesh, offload: bool
+) -> None:
     """Shard each decoder layer, then what is left (embeddings, final norm, output layer) as one root group."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)
