@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.schedule import learning_rate
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
+from psrl.trainer.stored import quiet_single_process
 
 logger = logging.getLogger(__name__)
 
@@ -257,10 +257,9 @@ def ensure_process_group(device: torch.device) -> None:
 
 @contextmanager
 def _checkpoint_errors(what: str) -> Iterator[None]:
-    """CheckpointException is no Exception, and a single process gets a warning about the missing process group."""
+    """CheckpointException is no Exception."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        with quiet_single_process():
             yield
     except CheckpointException as error:
         raise RuntimeError(f"{what}: {error}") from error
