@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from psrl.config.checkpoint import CheckpointConfig
 from psrl.config.fsdp import FSDPConfig
 from psrl.config.megatron import MegatronConfig
 
@@ -295,6 +296,7 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = 1
     """fsdp2: trainer ranks that share each row, for long sequences; divides the trainer ranks and the attention heads."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 

@@ -67,8 +67,9 @@ class Feed:
         self.checkpoint_version = version
         self.link.send(c.CheckpointDone(version=version, seconds=seconds))
 
-    def next(self, buffer: int, alive: Callable[[], object]) -> Order:
-        """Wait for buffer `buffer`, a drain or the end. `alive` is called at least every KEEPALIVE_S.
+    def next(self, buffer: int, alive: Callable[[], object], idle: Callable[[], object] = lambda: None) -> Order:
+        """Wait for buffer `buffer`, a drain or the end. `alive` is called at least every KEEPALIVE_S, `idle` about once a
+        second.
 
         Raises CoordinatorGoneError when no coordinator comes back in time."""
         self.wants = buffer
@@ -84,6 +85,7 @@ class Feed:
                     self.wants = -1
                     return message
                 self._note(message)
+            idle()
             if time.monotonic() >= next_alive:
                 next_alive = time.monotonic() + KEEPALIVE_S
                 alive()

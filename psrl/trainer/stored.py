@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+_NO_GROUP = "torch.distributed is disabled"
 WEIGHT = "model."
 """Prefix of weights in a checkpoint, before their Hugging Face name."""
 
@@ -39,5 +40,10 @@ def stored_weights(checkpoint: Path) -> dict[str, Stored]:
 def quiet_single_process() -> Iterator[None]:
     """Without the warning that a single process has no process group."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        ignore_missing_group()
         yield
+
+
+def ignore_missing_group() -> None:
+    """The same for good, also in other threads."""
+    warnings.filterwarnings("ignore", message=_NO_GROUP, category=UserWarning)

@@ -2,7 +2,8 @@
 
 `fsdp2_ranks.py '{"checkpoints": DIR, "init": FILE, "steps": 4, "save_at": [2]}'`: rank 0 prints the metrics of each
 step as a line of JSON. "actor": settings of the actor, for example its strategy. "shards" and "log_probs": directories where
-each rank leaves its last weights and the log-probs of the first step.
+each rank leaves its last weights and the log-probs of the first step. "background": checkpoints are written while training goes
+on; "killed": every rank kills itself where the last one would be marked complete, or is being written.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from psrl.trainer.batch import (
 )
 from psrl.trainer.micro_batches import plan_micro_batches, trainable_samples
 from psrl.trainer.rows import separate_rows, shared_rows
+from psrl.trainer.saving import Saved, Saver
 
 VOCABULARY = 131  # odd: two ranks hold 66 and 65 rows
 
@@ -146,6 +148,38 @@ def settings(task: dict) -> dict:
     return given | ({"optim": OptimConfig(lr=task["lr"])} if "lr" in task else {})
 
 
+def steps_with_save(backend: BackendCore, root: Path, task: dict) -> None:
+    for step in range(backend.steps, task["steps"]):
+        report(backend, train_step(backend, step, task.get("cap", 1024)))
+        if backend.steps in task["save_at"]:
+            save(backend, root, backend.steps, killed=task.get("killed", False))
+
+
+def steps_with_saver(backend: BackendCore, root: Path, task: dict) -> None:
+    """As the trainer does it."""
+    barrier = dist.barrier if backend.world_size > 1 else lambda: None
+    saver = Saver(backend, root, backend.steps, barrier, background=True)
+    for step in range(backend.steps, task["steps"]):
+        report(backend, train_step(backend, step, task.get("cap", 1024)))
+        mark_complete(backend, root, saver.finished())
+        if backend.steps in task["save_at"]:
+            mark_complete(backend, root, saver.wait())
+            saver.begin(backend.steps)
+            if task.get("killed") and backend.steps == task["save_at"][-1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+    mark_complete(backend, root, saver.wait())
+
+
+def mark_complete(backend: BackendCore, root: Path, saved: Saved | None) -> None:
+    if saved is not None and backend.rank == 0:
+        checkpoints.finish(checkpoints.step_directory(root, saved.version), {"version": saved.version})
+
+
+def report(backend: BackendCore, metrics: dict[str, float]) -> None:
+    if backend.rank == 0:
+        print(json.dumps(metrics), flush=True)
+
+
 def main(task: dict) -> None:
     torch.set_num_threads(1)
     world_size = int(os.environ["WORLD_SIZE"])
@@ -168,12 +202,10 @@ def main(task: dict) -> None:
         backend.load(found)
     if "log_probs" in task:
         torch.save(log_probs_by_row(backend), Path(task["log_probs"]) / f"{backend.rank}.pt")
-    for step in range(backend.steps, task["steps"]):
-        metrics = train_step(backend, step, task.get("cap", 1024))
-        if backend.rank == 0:
-            print(json.dumps(metrics), flush=True)
-        if backend.steps in task["save_at"]:
-            save(backend, root, backend.steps, killed=task.get("killed", False))
+    if task.get("background"):
+        steps_with_saver(backend, root, task)
+    else:
+        steps_with_save(backend, root, task)
     if "shards" in task:
         torch.save(list(backend.weight_shards()), Path(task["shards"]) / f"{backend.rank}.pt")
     if world_size > 1:

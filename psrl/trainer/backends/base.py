@@ -54,6 +54,18 @@ class MicroBatch:
 LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
+class PendingSave(Protocol):
+    """A checkpoint that is being written."""
+
+    def done(self) -> bool:
+        """Every rank has written its part, or it has failed. Does not block."""
+        ...
+
+    def wait(self) -> float:
+        """Block until it is done; returns when (time.monotonic) it was. RuntimeError on every rank when one failed."""
+        ...
+
+
 class TrainBackend(Protocol):
     rank: int
     world_size: int
@@ -89,5 +101,9 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, directory: Path) -> None: ...
+
+    def save_async(self, directory: Path) -> PendingSave:
+        """`save`, of the state at this moment, while training goes on."""
+        ...
 
     def load(self, directory: Path) -> None: ...

@@ -9,7 +9,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.schedule import learning_rate
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
-from psrl.trainer.stored import quiet_single_process
+from psrl.trainer.backends.saves import BackgroundSave, checkpoint_errors, copied
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +64,7 @@ class BackendCore(ABC):
         self._parameters: dict[str, torch.Tensor] = {}
         """What the optimizer holds and steps."""
         self._predictors: torch.Tensor | None = None
+        self._save_group: dist.ProcessGroup | None = None
 
     # ---- what a backend adds -----------------------------------------------------------------------------------
 
@@ -141,14 +140,21 @@ class BackendCore(ABC):
     def save(self, directory: Path) -> None:
         """Write this rank's shards of weights and optimizer into `directory`, one file a rank, synced. Collective;
         raises RuntimeError on every rank when one of them fails."""
-        with _checkpoint_errors(f"cannot write the checkpoint {directory}"):
+        with checkpoint_errors(f"cannot write the checkpoint {directory}"):
             dcp.save(self._state(), checkpoint_id=directory, no_dist=self.world_size == 1)
+
+    def save_async(self, directory: Path) -> BackgroundSave:
+        """`save` in a thread, from a copy in host memory that is made before this returns. Collective, and so is the writing:
+        it meets in a process group of its own. One at a time."""
+        if self.world_size > 1 and self._save_group is None:
+            self._save_group = dist.new_group(backend="gloo")
+        return BackgroundSave(copied(self._state()), directory, self._save_group, no_dist=self.world_size == 1)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also with another number of ranks or another backend. Collective; raises
         RuntimeError on every rank when one of them fails."""
         state = self._state()
-        with _checkpoint_errors(f"cannot load the checkpoint {directory}"):
+        with checkpoint_errors(f"cannot load the checkpoint {directory}"):
             dcp.load(state, checkpoint_id=directory, no_dist=self.world_size == 1)
         self.steps = int(state["steps"])
         for kind, values in self._kinds().items():
@@ -253,13 +259,3 @@ def ensure_process_group(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-@contextmanager
-def _checkpoint_errors(what: str) -> Iterator[None]:
-    """CheckpointException is no Exception."""
-    try:
-        with quiet_single_process():
-            yield
-    except CheckpointException as error:
-        raise RuntimeError(f"{what}: {error}") from error
