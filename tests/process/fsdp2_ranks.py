@@ -8,6 +8,7 @@ on; "killed": every rank kills itself where the last one would be marked complet
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -85,7 +86,9 @@ def make_groups(step: int, num_groups: int = 3, size: int = 3) -> list[Group]:
     ]  # fmt: skip
 
 
-def make_batches(groups: list[Group], rank: int, world_size: int, cap: int, shared: bool = False) -> list[MicroBatch]:
+def make_batches(
+    groups: list[Group], rank: int, world_size: int, cap: int, shared: bool = False, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
     tokens = [
         [0 if s.reward is None else (len(g.prompt_ids) + len(s.response_ids)) // 4 for s in g.samples] for g in groups
     ]
@@ -100,11 +103,11 @@ def make_batches(groups: list[Group], rank: int, world_size: int, cap: int, shar
     mine = [[rows[i] for i in batch] for batch in plan.ranks[rank]]
     needed = groups_needed(mine, index)
     advantages = {g: group_advantages(groups[g], tokens[g], True) for g in needed}
-    return build_micro_batches(mine, index, {g: groups[g] for g in needed}, advantages)
+    return build_micro_batches(mine, index, {g: groups[g] for g in needed}, advantages, device)
 
 
 def train_step(backend: BackendCore, step: int, cap: int = 1024) -> dict[str, float]:
-    batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap)
+    batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap, device=backend._device)
     (tokens,) = backend.all_sum([count_loss_tokens(batches)])
     sums = backend.update(batches, PolicyLoss(global_tokens=int(tokens), token_tis=True))
     return policy.finalise(sums) | {name: value for name, value in sums.items() if "/sums/" not in name}
@@ -129,9 +132,11 @@ def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor
     """The log-probs of this rank's rows, with and without shared prompts, by the row's tokens."""
     groups = make_groups(3, num_groups=4, size=5)
     shared = [False, True] if backend.can_share_prompts else [False]
-    batches = [b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s)]
+    batches = [
+        b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s, backend._device)
+    ]
     return {
-        tuple(ids[real].tolist()): values[mask]
+        tuple(ids[real].tolist()): values[mask].cpu()
         for batch in batches
         for ids, real, mask, values in zip(
             batch.input_ids, batch.attention_mask, batch.loss_mask, backend.log_probs(batch), strict=True
@@ -183,9 +188,12 @@ def report(backend: BackendCore, metrics: dict[str, float]) -> None:
 def main(task: dict) -> None:
     torch.set_num_threads(1)
     world_size = int(os.environ["WORLD_SIZE"])
+    device = task.get("device", "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
     if world_size > 1:
         dist.init_process_group(
-            "gloo",
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=f"file://{task['init']}",
             rank=int(os.environ["RANK"]),
             world_size=world_size,
@@ -194,7 +202,10 @@ def main(task: dict) -> None:
     actor = make_actor(**settings(task))
     # A resumed run starts from other weights ("seed"), so that it is right only if the checkpoint replaces them.
     backend = make_backend(
-        make_model(seed=task.get("seed", 0), kv_heads=task.get("kv_heads", 2)), actor, temperature=0.8
+        make_model(seed=task.get("seed", 0), kv_heads=task.get("kv_heads", 2)),
+        actor,
+        temperature=0.8,
+        device=device,
     )
     root = Path(task["checkpoints"])
     found, _ = checkpoints.newest_complete(root)
@@ -207,7 +218,8 @@ def main(task: dict) -> None:
     else:
         steps_with_save(backend, root, task)
     if "shards" in task:
-        torch.save(list(backend.weight_shards()), Path(task["shards"]) / f"{backend.rank}.pt")
+        shards = [dataclasses.replace(shard, local=shard.local.cpu()) for shard in backend.weight_shards()]
+        torch.save(shards, Path(task["shards"]) / f"{backend.rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()
 
