@@ -49,7 +49,7 @@ class BackgroundSave:
 class _AlreadyCopied:
     """The stager that `async_save` asks for its copy."""
 
-    should_synchronize_after_execute = False
+    _synchronize_after_execute = should_synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
