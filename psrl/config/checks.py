@@ -6,9 +6,13 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from psrl.config import algorithm_checks
+from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.backend_checks import check_backend, has_megatron
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
+from psrl.config.overlap import GRANULARITIES, SCOPES
+from psrl.config.overlap_checks import check_overlap
 from psrl.config.schema import Config
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -21,20 +25,21 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "psrl.rollout_coordination.sync_and_mig_strategy.method": ("greedy",),
     "psrl.deployment.rollout_nnodes_per_instance": (1,),
+    "psrl.fine_grain_overlap.granularity": GRANULARITIES,
+    "psrl.fine_grain_overlap.overlap_scope": SCOPES,
     "model.dtype": ("float32", "bfloat16"),
     "gen_actor_rollout_ref.rollout.name": ("torch", "vllm"),
     "gen_actor_rollout_ref.rollout.dtype": (None, "float32", "bfloat16"),
     "train_actor_rollout_ref.actor.strategy": ("fsdp2", "megatron"),
     "train_actor_rollout_ref.actor.mixed_precision": ("float32", "bfloat16"),
-    "train_actor_rollout_ref.actor.loss_agg_mode": ("token-mean",),
     "train_actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    "algorithm.adv_estimator": ("grpo",),
-    "algorithm.rollout_correction.rollout_is": (None, "token"),
     "data.truncation": ("skip", "error"),
+    **algorithm_checks.CHOICES,
 }
 NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
     ("psrl.rollout_coordination.routing_strategy.method", "throughput_optimal"): "request_num_balance",
     ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
+    ("algorithm.adv_estimator", "gae"): "reinforce_plus_plus",
 }
 """Values that a job can be planned with but that this version cannot run, and what there is instead."""
 AT_LEAST: dict[str, float] = {
@@ -42,6 +47,7 @@ AT_LEAST: dict[str, float] = {
     "psrl.staleness_buffer_entries": 1,
     "psrl.rollout_n": 1,
     "psrl.max_group_retries": 0,
+    "psrl.fine_grain_overlap.multiplier": 1,
     "psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance": 1,
     "psrl.status_collection.engine_sync_interval_in_ms": 1,
     "psrl.status_collection.coordinator_sync_interval_in_ms": 1,
@@ -65,6 +71,7 @@ AT_LEAST: dict[str, float] = {
     "gen_actor_rollout_ref.rollout.kv_cache_tokens": 1,
     "gen_actor_rollout_ref.rollout.max_model_len": 2,
     "train_actor_rollout_ref.actor.ppo_mini_batch_size": 1,
+    "train_actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_epochs": 1,
     "train_actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
@@ -77,6 +84,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.total_training_steps": 1,
     "trainer.total_epochs": 1,
     "trainer.keep_last": 1,
+    **algorithm_checks.AT_LEAST,
 }
 POSITIVE: tuple[str, ...] = (
     "psrl.fault_tolerance.hello_timeout_s",
@@ -91,9 +99,8 @@ POSITIVE: tuple[str, ...] = (
     "reward.max_memory_gb",
     "train_actor_rollout_ref.actor.optim.lr",
     "train_actor_rollout_ref.actor.grad_clip",
-    "train_actor_rollout_ref.actor.clip_ratio",
-    "algorithm.rollout_correction.rollout_is_threshold",
     "gen_actor_rollout_ref.rollout.top_p",
+    *algorithm_checks.POSITIVE,
 )
 MAY_CHANGE = (
     "trainer.total_training_steps",
@@ -114,6 +121,8 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     _check_values(values)
     _check_combinations(config)
     check_backend(config, megatron_installed=only_planned or has_megatron())
+    algorithm_warnings = check_algorithm(config)
+    overlap_notices = check_overlap(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."
         for (key, value), instead in NOT_IN_THIS_VERSION.items()
@@ -121,7 +130,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     ]
     if lacking and not only_planned:
         raise ConfigError(lacking[0])
-    return [*lacking, *_warnings(config)]
+    return [*lacking, *algorithm_warnings, *overlap_notices]
 
 
 def check_data_size(config: Config, num_prompts: int, skipped: int) -> None:
@@ -180,33 +189,12 @@ def _check_values(values: Mapping[str, Any]) -> None:
 
 
 def _check_combinations(config: Config) -> None:
-    p, actor, gen, correction = (
-        config.psrl,
-        config.train_actor_rollout_ref.actor,
-        config.gen_actor_rollout_ref.rollout,
-        config.algorithm.rollout_correction,
-    )
+    p, actor, gen = config.psrl, config.train_actor_rollout_ref.actor, config.gen_actor_rollout_ref.rollout
     mini = actor.ppo_mini_batch_size
     if mini and p.staleness_buffer_entries % mini:
         raise ConfigError(
             f"train_actor_rollout_ref.actor.ppo_mini_batch_size={mini} does not divide psrl.staleness_buffer_entries={p.staleness_buffer_entries}: "
             "choose a divisor, or null for the whole buffer."
-        )
-    needs = (
-        "algorithm.rollout_correction.rollout_is"
-        if correction.rollout_is
-        else "algorithm.rollout_correction.bypass_mode"
-        if correction.bypass_mode
-        else None
-    )
-    if needs and not p.log_prob.enable_rollout_engine_log_prob:
-        raise ConfigError(
-            f"{needs} needs the engine's log-probs but psrl.log_prob.enable_rollout_engine_log_prob=False: set it to True, or set {needs} to "
-            f"{'null' if correction.rollout_is else 'False'}."
-        )
-    if config.algorithm.adv_estimator == "grpo" and p.rollout_n < 2:
-        raise ConfigError(
-            f"psrl.rollout_n={p.rollout_n} with algorithm.adv_estimator=grpo gives no advantage: a group needs at least 2 samples."
         )
     context = gen.max_model_len
     if context is not None and context <= config.data.max_prompt_length:
@@ -214,7 +202,10 @@ def _check_combinations(config: Config) -> None:
             f"gen_actor_rollout_ref.rollout.max_model_len={context} leaves no room after data.max_prompt_length={config.data.max_prompt_length}: "
             "raise the context or lower the prompt length."
         )
-    if p.rollout_n > p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance:
+    if (
+        algorithm_checks.samples_per_group(config)
+        > p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance
+    ):
         raise ConfigError(
             f"psrl.rollout_n={p.rollout_n} is more than psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance="
             f"{p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance}: no instance could take a group."
@@ -245,13 +236,3 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             "psrl.ps_mode=nixl but the nixl package is not installed: `pip install nixl-cu13`, or psrl.ps_mode=filesystem."
         )
-
-
-def _warnings(config: Config) -> list[str]:
-    correction = config.algorithm.rollout_correction
-    if config.psrl.staleness > 0 and not correction.rollout_is and not correction.bypass_mode:
-        return [
-            f"psrl.staleness={config.psrl.staleness} without any correction: the data comes from older policies; "
-            "consider algorithm.rollout_correction.rollout_is=token"
-        ]
-    return []

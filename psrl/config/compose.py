@@ -32,6 +32,8 @@ DATA_SOURCES = {"task", "data.task", "data.train_files", "data.reasoning_gym.dat
 """Whoever names one of these does not get the laptop preset's own task."""
 OPEN = ("data.task_params", "data.reasoning_gym.params")
 """Mappings whose keys belong to the task: any may be set."""
+BANDS = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_correction.rollout_rs_threshold")
+"""Their "lo_hi" must not be read as one number: 0.5_5 is 0.55 in Python's, YAML's and Hydra's spelling."""
 
 
 def conf_dir() -> Path:
@@ -43,6 +45,11 @@ def conf_dir() -> Path:
 
 def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
+
+
+def _quoted_band(text: str) -> str:
+    """`_quoted_band("0.5_5") == "'0.5_5'"`; a plain number, or what is quoted already, stays as it is."""
+    return f"'{text}'" if re.fullmatch(r"[0-9.]+_[0-9._]*", text) else text
 
 
 def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool) -> tuple[list[str], list[str]]:
@@ -64,6 +71,8 @@ def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool
             notices.append(f"{override} is the old spelling of {key}={ALIASES[key, value]}")
         elif key.startswith(OPEN):
             result.append(f"++{override}")  # Hydra's word for: set it, whether it is there or not
+        elif key in BANDS:
+            result.append(f"{key}={','.join(_quoted_band(part) for part in value.split(','))}")
         else:
             result.append(override)
     given = dict(o.lstrip("+").partition("=")[::2] for o in overrides)

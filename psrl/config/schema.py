@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from psrl.config.checkpoint import CheckpointConfig
-from psrl.config.fsdp import FSDPConfig
-from psrl.config.megatron import MegatronConfig
+from psrl.config.actor import ActorConfig as ActorConfig
+from psrl.config.actor import OptimConfig as OptimConfig
+from psrl.config.actor import TrainActorConfig
+from psrl.config.algorithm import AlgorithmConfig, OverlongBufferConfig
+from psrl.config.overlap import FineGrainOverlapConfig
 
 
 @dataclass
@@ -133,6 +135,7 @@ class PsrlConfig:
     """auto: nixl where it loads, else filesystem with a warning | nixl (refused where it does not load) | filesystem."""
     max_group_retries: int = 1
     """How often a group is tried again after a failed or timed-out reward, then its prompt is dropped and replaced."""
+    fine_grain_overlap: FineGrainOverlapConfig = field(default_factory=FineGrainOverlapConfig)
     rollout_coordination: RolloutCoordinationConfig = field(default_factory=RolloutCoordinationConfig)
     status_collection: StatusCollectionConfig = field(default_factory=StatusCollectionConfig)
     log_prob: LogProbConfig = field(default_factory=LogProbConfig)
@@ -222,6 +225,7 @@ class RewardConfig:
     """Scoring processes of each agent loop."""
     max_memory_gb: float = 4.0
     """Address-space limit of a scoring process."""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
 @dataclass
@@ -249,80 +253,6 @@ class RolloutEngineConfig:
 @dataclass
 class GenConfig:
     rollout: RolloutEngineConfig = field(default_factory=RolloutEngineConfig)
-
-
-@dataclass
-class OptimConfig:
-    lr: float = 1e-6
-    """Peak learning rate of AdamW."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Adam's decay rates of the two moments."""
-    lr_warmup_steps: int = 0
-    """Optimizer steps of linear warm-up."""
-    lr_scheduler_type: str = "constant"
-    """constant | cosine: from lr down to min_lr_ratio x lr at the end of trainer.total_training_steps."""
-    min_lr_ratio: float = 0.0
-    """Where the cosine ends, as a share of lr."""
-
-
-@dataclass
-class ActorConfig:
-    strategy: str = "fsdp2"
-    """Trainer backend: fsdp2 | megatron (needs the extra psrl[megatron]; dense Llama, Qwen2 and Qwen3)."""
-    ppo_mini_batch_size: int | None = None
-    """Groups an optimizer step; null: the whole buffer."""
-    ppo_max_token_len_per_gpu: int = 16384
-    """Token budget of a micro-batch: rows x longest row, padding included."""
-    use_shared_prompt: bool = True
-    """Compute the prompt once for several responses of a group where the model allows it and it saves work."""
-    ppo_epochs: int = 1
-    """Passes over one buffer."""
-    clip_ratio: float = 0.2
-    """PPO clip range on both sides, unless low or high is given."""
-    clip_ratio_low: float | None = None
-    """Clip range below 1; null: clip_ratio."""
-    clip_ratio_high: float | None = None
-    """Clip range above 1; null: clip_ratio."""
-    loss_agg_mode: str = "token-mean"
-    """token-mean: divided by the trainable tokens of the whole optimizer step."""
-    grad_clip: float = 1.0
-    """Largest gradient norm."""
-    mixed_precision: str = "float32"
-    """Compute dtype: float32 | bfloat16."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
-    ulysses_sequence_parallel_size: int = 1
-    """fsdp2: trainer ranks that share each row, for long sequences; divides the trainer ranks and the attention heads."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-
-
-@dataclass
-class TrainActorConfig:
-    actor: ActorConfig = field(default_factory=ActorConfig)
-
-
-@dataclass
-class RolloutCorrectionConfig:
-    rollout_is: str | None = None
-    """null | token: truncated importance sampling of each token."""
-    rollout_is_threshold: float = 2.0
-    """Largest importance weight."""
-    bypass_mode: bool = False
-    """True: the engine's log-probs are the old log-probs of the PPO ratio; False: those of the training weights."""
-
-
-@dataclass
-class AlgorithmConfig:
-    adv_estimator: str = "grpo"
-    """grpo."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide advantages by the group's standard deviation; False: Dr. GRPO."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
 @dataclass

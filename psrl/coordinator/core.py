@@ -204,25 +204,31 @@ class Coordinator(Membership):
 
     def _want_buffer(self, sender: str, want: c.WantBuffer, now_s: float) -> None:
         if want.incarnation == self.staleness.incarnation:
-            self.wanted_buffer = want.buffer
+            self.wanted = want
 
     def _ship(self) -> None:
-        """Give the trainer its buffer as soon as it is full, or tell it that there is none left."""
-        buffer = self.wanted_buffer
-        if buffer < 0:
+        """Give the trainer what it wants of its buffer as soon as that is there, or tell it that there is none left."""
+        want = self.wanted
+        if want is None:
             return
-        if self.prompts.exhausted and not self.staleness.num_open and not self.staleness.ready(buffer):
-            self._apply_all(self.staleness.end_of_data(self.settings.drop_last))
-        if self.staleness.data_ended(buffer):
-            self._send_buffer(buffer, [])
-        elif take := self.staleness.take(buffer):
+        buffer, state = want.buffer, self.staleness
+        if self.prompts.exhausted and not state.num_open and not state.ready(buffer):
+            self._apply_all(state.end_of_data(self.settings.drop_last))
+        if state.data_ended(buffer):
+            self._send_buffer(want, [], last=True)
+            return
+        # What was cut before and is asked for again: the answer was lost with a coordinator.
+        if len(state.taken_groups(buffer)) == want.taken and (take := state.take(buffer, want.count or None)):
             self._apply(take)
-            self._send_buffer(buffer, self.staleness.entries(buffer))
-        elif buffer < self.staleness.lo:  # taken before: the answer was lost with a coordinator
-            self._send_buffer(buffer, self.staleness.entries(buffer))
+        cut = state.taken_groups(buffer)
+        if len(cut) < want.taken:
+            self.end("failed", f"the trainer has {want.taken} groups of buffer {buffer}, the ledger cut {len(cut)}")
+        elif len(cut) > want.taken or state.is_taken(buffer):
+            part = cut[want.taken : want.taken + want.count if want.count else None]
+            self._send_buffer(want, part, last=state.is_taken(buffer) and want.taken + len(part) == len(cut))
 
-    def _send_buffer(self, buffer: int, entries: list[Entry]) -> None:
-        self.wanted_buffer = -1
+    def _send_buffer(self, want: c.WantBuffer, entries: list[Entry], *, last: bool) -> None:
+        self.wanted = None
         groups = [
             c.TakenGroup(
                 group=e.group,
@@ -233,10 +239,15 @@ class Coordinator(Membership):
             )
             for e in entries
         ]
-        self._say(
-            self.trainer,
-            c.Buffer(buffer=buffer, groups=groups, counters=dict(self.counters)),
+        message = c.Buffer(
+            buffer=want.buffer,
+            groups=groups,
+            counters=dict(self.counters),
+            first=want.taken,
+            last=last,
+            filled_s=self.filled_s.get(want.buffer, -1.0),
         )
+        self._say(self.trainer, message)
 
     def _published(self, sender: str, published: c.Published, now_s: float) -> None:
         if published.incarnation == self.staleness.incarnation:

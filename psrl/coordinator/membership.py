@@ -180,7 +180,11 @@ class Membership(Joiners):
         self._weights_published(state.published)
         if record := self.staleness.checkpoint(state.checkpoint):
             self._apply(record)
-        self.wanted_buffer = state.wants
+        self.wanted = None
+        if state.wants >= 0:
+            self.wanted = c.WantBuffer(
+                buffer=state.wants, incarnation=self.staleness.incarnation, taken=state.taken, count=state.count
+            )
 
     # ---- deaths, drain, end ----------------------------------------------------------------------------------
 

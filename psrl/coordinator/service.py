@@ -11,6 +11,7 @@ import os
 import resource
 import time
 
+from psrl.config.algorithm_checks import samples_per_group
 from psrl.config.schema import Config
 from psrl.coordinator.core import Coordinator, Settings
 from psrl.coordinator.ledger import Ledger
@@ -195,7 +196,7 @@ def settings(role: Role) -> Settings:
     """The coordinator's part of the configuration."""
     config, p = role.config, role.config.psrl
     return Settings(
-        samples_per_group=p.rollout_n,
+        samples_per_group=samples_per_group(config),
         partial_rollout=p.rollout_coordination.partial_rollout.enable,
         max_concurrent=p.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance,
         reject_on_waiting=p.rollout_coordination.routing_strategy.admission_reject_on_waiting

@@ -74,7 +74,10 @@ class RunState:
         """Children that leave on purpose, those that have not yet said hello among them."""
         self.trainer = ""
         self.pullable_version = -1
-        self.wanted_buffer = -1
+        self.wanted: c.WantBuffer | None = None
+        """What the trainer waits for."""
+        self.filled_s: dict[int, float] = {}
+        """When each buffer that is not consumed was filled, where this coordinator has seen it."""
         self.waiting_routes: deque[tuple[str, int, int]] = deque()
         self.counters: Counter[str] = Counter()
         self.missing: dict[str, float] = {}
@@ -111,11 +114,14 @@ class RunState:
             elif isinstance(record, Occupy):
                 self.placement.close(record.group)
             self._apply(record)
+            if isinstance(record, Occupy) and self.staleness.ready(record.buffer):
+                self.filled_s[record.buffer] = now_s
         self._say(sender, c.GroupAck(groups=[done.group]))
 
     def _weights_published(self, version: int) -> None:
         if record := self.staleness.publish(version):
             self._apply(record)
+            self.filled_s = {buffer: at_s for buffer, at_s in self.filled_s.items() if buffer >= version}
         self.pullable_version = max(self.pullable_version, version)
 
     def _instance_down(self, name: str, cause: str) -> None:

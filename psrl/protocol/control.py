@@ -87,6 +87,10 @@ class TrainerState(Message):
     """The buffer it waits for, -1 if none."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint, -1 if none was made since the start."""
+    taken: int = 0
+    """Groups of the wanted buffer that it has."""
+    count: int = 0
+    """How many more it waits for (see WantBuffer)."""
 
 
 class Leaving(Message):
@@ -263,18 +267,26 @@ class TakenGroup(Message):
 
 
 class WantBuffer(Message):
-    """Trainer -> coordinator: ready to train buffer `buffer` with weights of that version. Idempotent."""
+    """Trainer -> coordinator: ready to train buffer `buffer` with weights of that version. It has the first `taken` groups
+    and wants the next `count`, or as many as are left; `count` 0: all that is left, once it is there. Idempotent."""
 
     buffer: int
     incarnation: int
+    taken: int = 0
+    count: int = 0
 
 
 class Buffer(Message):
-    """Coordinator -> trainer: the groups of one buffer in batch order. Empty `groups`: the data is used up."""
+    """Coordinator -> trainer: groups `first`, `first` + 1, ... of one buffer in batch order. `last`: the buffer ends with
+    them. A buffer without any group: the data is used up."""
 
     buffer: int
     groups: list[TakenGroup]
     counters: dict[str, int]
+    first: int = 0
+    last: bool = True
+    filled_s: float = -1.0
+    """When the buffer's last group was finished, on the coordinator's monotonic clock; -1: not yet, or not known."""
 
 
 class Published(Message):

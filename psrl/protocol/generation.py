@@ -28,12 +28,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 class SampleRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One response to make or to go on with. `prefix_ids` are response tokens that exist already (partial rollout);
-    `max_new_tokens` is what remains of the budget *after* the prefix. Same (seed, prefix length) gives the same draw."""
+    `max_new_tokens` is what remains of the budget *after* the prefix. Same (seed, prefix length) gives the same draw.
+    `greedy`: temperature 0, whatever the group's sampling says."""
 
     sample: int
     max_new_tokens: int
     seed: int
     prefix_ids: tuple[int, ...] = ()
+    greedy: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="gen"):

@@ -20,6 +20,7 @@ class Sample(msgspec.Struct, array_like=True, kw_only=True):
     all three have the same number of elements. `mask` may be empty, meaning all ones.
     `reward` is None when it could not be computed or was not finite: such a sample is never trained.
     `finish` is "stop" or "length" (an aborted sample is continued, never sealed).
+    `greedy`: made without randomness, as the baseline that its group is compared with; never trained.
     """
 
     response_ids: bytes
@@ -29,6 +30,7 @@ class Sample(msgspec.Struct, array_like=True, kw_only=True):
     spans: list[VersionSpan]
     mask: bytes = b""
     metrics: dict[str, float] = {}
+    greedy: bool = False
 
 
 class Group(msgspec.Struct, array_like=True, kw_only=True):
@@ -46,7 +48,7 @@ class SampleRef(msgspec.Struct, frozen=True, array_like=True):
     """Where a sealed group lies: bytes [offset, offset + length) of a segment under `samples/`, with their crc32.
 
     `tokens` holds prompt + response length of each sample, so that every rank can plan its micro-batches
-    without reading any sample; a sample that may not be trained (no reward, empty response) counts 0.
+    without reading any sample; a sample that may not be trained (no reward, empty response, greedy) counts 0.
     `prompt_tokens` of these are the prompt's.
     """
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from psrl.config.algorithm_checks import greedy_samples, least_valid_samples
 from psrl.models.resolve import run_model
 from psrl.models.tokenizer import load_tokenizer
 from psrl.net.client import AsyncClient, Client
@@ -157,7 +158,12 @@ class AgentLoop:
         prompt = self.prompts[assignment.prompt]
         ids = np.frombuffer(prompt.prompt_ids, dtype="<i4").tolist()
         work = GroupWork(
-            assignment, ids, self.sampling, self.role.config.data.max_response_length, self.role.config.seed
+            assignment,
+            ids,
+            self.sampling,
+            self.role.config.data.max_response_length,
+            self.role.config.seed,
+            greedy_samples(self.role.config.algorithm.adv_estimator),
         )
         self.held[assignment.group] = Held(work)
         self._request(work, assignment.instance, range(assignment.n))
@@ -315,13 +321,13 @@ class AgentLoop:
             self.link.send(c.Fatal(cause=str(error)))
             raise
         failures = [r for r in results if r.kind in ("error", "timeout")]
-        valid = sum(r.reward is not None and len(s.token_ids) > 0 for r, s in zip(results, work.samples, strict=True))
+        valid = sum(tokens > 0 for tokens in work.trainable_tokens(results))
+        lacks_baseline = any(r.reward is None for r, s in zip(results, work.samples, strict=True) if s.greedy)
         if failures:
             self._failed(work, failures[0].kind, failures[0].error or "", retry=True)
-        elif valid < 2:
-            self._failed(
-                work, "invalid_rewards", f"{valid} of {len(results)} samples have a reward and a response", retry=False
-            )
+        elif valid < least_valid_samples(self.role.config.algorithm.adv_estimator) or lacks_baseline:
+            detail = f"{valid} of {len(results)} samples have a reward and a response"
+            self._failed(work, "invalid_rewards", detail + ", the greedy one has none" * lacks_baseline, retry=False)
         else:
             self.to_seal.put_nowait((work, results))
 
@@ -344,7 +350,11 @@ class AgentLoop:
             sealed: list[c.GroupDone] = []
             for work, results in batch:
                 segment, offset, length, crc = self.writer.append(encoder.encode(work.group(results)))
-                rewards = [r.reward for r in results if r.reward is not None]
+                rewards = [
+                    r.reward
+                    for r, s in zip(results, work.samples, strict=True)
+                    if r.reward is not None and not s.greedy
+                ]
                 done = c.GroupDone(
                     group=work.assignment.group,
                     ref=SampleRef(segment, offset, length, crc, work.trainable_tokens(results), len(work.prompt_ids)),

@@ -23,14 +23,26 @@ class GroupWork:
     """The samples of one assignment from first token to sealed group."""
 
     def __init__(
-        self, assignment: Assignment, prompt_ids: Sequence[int], sampling: SamplingParams, max_response: int, seed: int
+        self,
+        assignment: Assignment,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        max_response: int,
+        seed: int,
+        greedy: int = 0,
     ) -> None:
+        """The last `greedy` samples are made without randomness."""
         self.assignment = assignment
         self.prompt_ids = tuple(prompt_ids)
         self.sampling = sampling
         self.incarnation = assignment.incarnation
         self.samples = [
-            PartialSample(sample=i, seed=sample_seed(seed, assignment, i), max_response=max_response)
+            PartialSample(
+                sample=i,
+                seed=sample_seed(seed, assignment, i),
+                max_response=max_response,
+                greedy=i >= assignment.n - greedy,
+            )
             for i in range(assignment.n)
         ]
         self.unfinished = len(self.samples)
@@ -97,15 +109,16 @@ class GroupWork:
                     reward=score.reward,
                     finish=s.finish,
                     spans=s.spans,
+                    greedy=s.greedy,
                 )
                 for s, score in zip(self.samples, scores, strict=True)
             ],
         )
 
     def trainable_tokens(self, scores: Sequence[Scored]) -> list[int]:
-        """Prompt + response tokens of each sample; 0 for one that may not be trained (no reward, empty response)."""
+        """Prompt + response tokens of each sample; 0 for one that may not be trained (no reward, empty response, greedy)."""
         return [
-            len(self.prompt_ids) + len(s.token_ids) if score.reward is not None and s.token_ids else 0
+            len(self.prompt_ids) + len(s.token_ids) if score.reward is not None and s.token_ids and not s.greedy else 0
             for s, score in zip(self.samples, scores, strict=True)
         ]
 

@@ -15,6 +15,7 @@ class PartialSample:
     sample: int
     seed: int
     max_response: int
+    greedy: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -39,7 +40,11 @@ class PartialSample:
         self.instance = instance
         self.request_start = len(self.token_ids)
         return SampleRequest(
-            sample=self.sample, max_new_tokens=remaining, seed=self.seed, prefix_ids=tuple(self.token_ids)
+            sample=self.sample,
+            max_new_tokens=remaining,
+            seed=self.seed,
+            prefix_ids=tuple(self.token_ids),
+            greedy=self.greedy,
         )
 
     def add(self, chunk: TokenChunk) -> bool:

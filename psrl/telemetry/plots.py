@@ -71,6 +71,18 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
     return figure
 
 
+def overlap(rows: Sequence[Row]) -> Figure | None:
+    steps, values = series(rows, "overlap/hidden_fraction")
+    if not steps:
+        return None
+    figure, (axes,) = new_figure((WIDE, 2.6))
+    curve(axes, steps, values, BLUE, "hidden share")
+    axes.set_ylim(0, 1)
+    finish(axes, "Training work done while its own buffer still filled", "share of the step's work")
+    step_axis(axes, rows)
+    return figure
+
+
 def trainer_time(rows: Sequence[Row]) -> Figure | None:
     """Stacked bars of what the trainer did in each step (mean of neighbours when there are many steps)."""
     known = [row for row in rows if number(row, "timing_s/step") is not None]

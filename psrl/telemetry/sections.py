@@ -59,6 +59,7 @@ def build_sections(record: RunRecord, zero_s: float) -> list[Section]:
                 Plot(lambda: plots.trainer_time(rows), "Parts of each trainer step"),
                 Plot(lambda: instance_time(record.tracks), "Time of each instance"),
                 Plot(lambda: plots.throughput(rows), "Trained tokens per second", wide=True),
+                Plot(lambda: plots.overlap(rows), "Share of training work hidden behind rollout", wide=True),
             ],
         ),
         (

@@ -96,7 +96,7 @@ def bucket_width(lower: int) -> int:
 
 
 def _is_trained(sample: Sample) -> bool:
-    return sample.reward is not None and len(sample.response_ids) > 0
+    return sample.reward is not None and len(sample.response_ids) > 0 and not sample.greedy
 
 
 def _versions(sample: Sample) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from psrl.algorithms.advantages import GroupAdvantages, grpo_advantages
+from psrl.algorithms.advantages import SampleRewards
+from psrl.algorithms.rewards import GroupRewards, group_rewards
+from psrl.algorithms.sequences import Sequences
 from psrl.protocol.samples import Group, Sample
 from psrl.trainer.backends.base import MicroBatch, SharedLayout
 from psrl.trainer.rows import Row
@@ -38,42 +41,76 @@ def groups_needed(rank_rows: Sequence[Sequence[Row]], index: SampleIndex) -> lis
     return sorted({index.group[row.samples[0]] for batch in rank_rows for row in batch})
 
 
-def group_advantages(group: Group, tokens: Sequence[int], norm_by_std: bool) -> GroupAdvantages:
-    """GRPO advantages of a group. A sample with `tokens` 0 (see SampleRef.tokens) counts as one without a reward, so
-    that what is trained follows from the references alone, equally on every rank."""
-    rewards = [sample.reward if size > 0 else None for sample, size in zip(group.samples, tokens, strict=True)]
-    return grpo_advantages(rewards, norm_by_std)
+def rewards_of(
+    group: Group, tokens: Sequence[int], least_valid: int, shape: Callable[[int], float] | None = None
+) -> GroupRewards:
+    """What the samples of a group have earned. A sample with `tokens` 0 (see SampleRef.tokens) counts as one without a
+    reward, so that what is trained follows from the references alone, equally on every rank. `shape(response tokens)` is
+    added to each reward."""
+    given = [sample.reward if size > 0 else None for sample, size in zip(group.samples, tokens, strict=True)]
+    result = group_rewards(given, least_valid)
+    added = np.array([shape(len(s.response_ids) // 4) if shape else 0.0 for s in group.samples], dtype=np.float64)
+    greedy = [
+        s.reward + more for s, more in zip(group.samples, added, strict=True) if s.greedy and s.reward is not None
+    ]
+    return dataclasses.replace(
+        result, rewards=np.where(result.valid, result.rewards + added, 0.0), baseline=greedy[0] if greedy else None
+    )
+
+
+def sample_rewards(index: SampleIndex, rewards: Mapping[int, GroupRewards]) -> SampleRewards:
+    """Vectors over all samples of the batch; those of groups that are not in `rewards` are not valid."""
+    outcome, valid = np.zeros(len(index.group)), np.zeros(len(index.group), dtype=np.bool_)
+    baseline = np.zeros(len(index.group))
+    for i, (group, sample) in enumerate(zip(index.group, index.sample, strict=True)):
+        if group in rewards:
+            outcome[i], valid[i] = rewards[group].rewards[sample], rewards[group].valid[sample]
+            baseline[i] = rewards[group].baseline or 0.0
+    compared = bool(rewards) and all(group.baseline is not None for group in rewards.values())
+    return SampleRewards(
+        outcome=torch.from_numpy(outcome),
+        valid=torch.from_numpy(valid),
+        group=torch.tensor(index.group, dtype=torch.int64),
+        baseline=torch.from_numpy(baseline) if compared or not rewards else None,
+    )
 
 
 def build_micro_batches(
     rank_rows: Sequence[Sequence[Row]],
     index: SampleIndex,
     groups: Mapping[int, Group],
-    advantages: Mapping[int, GroupAdvantages],
+    rewards: Mapping[int, GroupRewards],
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
-    """One rank's micro-batches. `groups` and `advantages` are by position in the batch and hold `groups_needed`.
+    """One rank's micro-batches, advantages still 0. `groups` and `rewards` are by position in the batch and hold
+    `groups_needed`; a sample that is not valid is not trained.
 
     Rows are right-padded with token 0. Raises ValueError, naming the group and sample, when a sample's arrays differ in
     length or a trainable token has a log-prob that is not finite.
     """
-    return [_build(batch, index, groups, advantages, device) if batch else _dummy(device) for batch in rank_rows]
+    count = len(index.group)
+    return [_build(batch, index, groups, rewards, device) if batch else _dummy(count, device) for batch in rank_rows]
 
 
 def count_loss_tokens(batches: Sequence[MicroBatch]) -> int:
-    """Trainable tokens of these micro-batches; added over ranks it is the denominator of the loss."""
-    return sum(int(batch.loss_mask.sum()) for batch in batches)
+    """Tokens of these micro-batches whose loss counts; added over ranks a denominator of the loss."""
+    return sum(int(batch.trained.sum()) for batch in batches)
+
+
+def count_loss_sequences(batches: Sequence[MicroBatch]) -> int:
+    """Samples of these micro-batches with such a token; added over ranks the other denominator."""
+    return sum(int((batch.sequences.sum(batch.trained) > 0).sum()) for batch in batches)
 
 
 def _build(
     batch: Sequence[Row],
     index: SampleIndex,
     groups: Mapping[int, Group],
-    advantages: Mapping[int, GroupAdvantages],
+    rewards: Mapping[int, GroupRewards],
     device: torch.device | str,
 ) -> MicroBatch:
     """Write row after row into flat arrays, then place them into the padded grid by one boolean index."""
-    rows = [_Row.of(row, index, groups, advantages) for row in batch]
+    rows = [_Row.of(row, index, groups, rewards) for row in batch]
     real = np.arange(max(row.length for row in rows)) < np.array([row.length for row in rows])[:, None]
 
     def grid(parts: Sequence[np.ndarray], fill: float, dtype: type) -> torch.Tensor:
@@ -92,8 +129,9 @@ def _build(
         input_ids=grid([row.tokens for row in rows], 0, np.int64),
         attention_mask=torch.from_numpy(real).to(device),
         loss_mask=grid([row.loss_mask for row in rows], False, np.bool_),
-        advantages=grid([row.advantages for row in rows], 0.0, np.float32),
+        advantages=torch.zeros(real.shape, device=device),
         rollout_log_probs=grid([row.log_probs for row in rows], 0.0, np.float32),
+        sequences=Sequences(grid([row.sequences for row in rows], -1, np.int64), len(index.group)),
         layout=layout,
     )
 
@@ -109,18 +147,16 @@ class _Row:
     predictors: np.ndarray
     loss_mask: np.ndarray
     log_probs: np.ndarray
-    advantages: np.ndarray
+    sequences: np.ndarray
 
     @property
     def length(self) -> int:
         return len(self.tokens)
 
     @classmethod
-    def of(
-        cls, row: Row, index: SampleIndex, groups: Mapping[int, Group], advantages: Mapping[int, GroupAdvantages]
-    ) -> _Row:
+    def of(cls, row: Row, index: SampleIndex, groups: Mapping[int, Group], rewards: Mapping[int, GroupRewards]) -> _Row:
         position = index.group[row.samples[0]]
-        group, scores = groups[position], advantages[position]
+        group, valid = groups[position], rewards[position].valid
         prompt = np.frombuffer(group.prompt_ids, dtype="<i4")
         numbers = [index.sample[i] for i in row.samples]
         samples = [group.samples[s] for s in numbers]
@@ -132,7 +168,7 @@ class _Row:
         inside = np.arange(total) - starts
         predictors = np.concatenate([np.arange(p) - 1, np.where(inside == 0, p - 1, p + np.arange(total) - 1)])
         mask = np.frombuffer(b"".join(_mask_bytes(s) for s in samples), dtype=np.uint8) != 0
-        mask = mask & np.repeat(scores.valid[numbers], sizes)
+        mask = mask & np.repeat(valid[numbers], sizes)
         loss_mask = np.concatenate([np.zeros(p, np.bool_), mask])
         if p == 0:
             loss_mask[: min(1, total)] = False  # nothing predicts the first token of a row
@@ -151,7 +187,7 @@ class _Row:
             predictors=predictors,
             loss_mask=loss_mask,
             log_probs=np.concatenate([zeros, np.where(mask, log_probs, 0.0)]),
-            advantages=np.concatenate([zeros, np.where(mask, np.repeat(scores.advantages[numbers], sizes), 0.0)]),
+            sequences=np.concatenate([np.full(p, -1), np.repeat(np.array(row.samples), sizes)]),
         )
 
 
@@ -170,7 +206,7 @@ def _mask_bytes(sample: Sample) -> bytes:
     return sample.mask or b"\x01" * (len(sample.response_ids) // 4)
 
 
-def _dummy(device: torch.device | str) -> MicroBatch:
+def _dummy(count: int, device: torch.device | str) -> MicroBatch:
     shape = (1, DUMMY_LENGTH)
     return MicroBatch(
         input_ids=torch.zeros(shape, dtype=torch.int64, device=device),
@@ -178,4 +214,5 @@ def _dummy(device: torch.device | str) -> MicroBatch:
         loss_mask=torch.zeros(shape, dtype=torch.bool, device=device),
         advantages=torch.zeros(shape, device=device),
         rollout_log_probs=torch.zeros(shape, device=device),
+        sequences=Sequences(torch.full(shape, -1, device=device), count),
     )

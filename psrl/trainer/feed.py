@@ -23,7 +23,7 @@ KEEPALIVE_S = 30.0
 """While rank 0 waits it tells the other ranks so at least this often: their collectives have a deadline too."""
 
 Order = c.Buffer | c.DrainNow | c.Shutdown
-"""What a rank does next: train a buffer (an empty one: the data is used up), drain, or leave."""
+"""What a rank does next: train a buffer or a part of one (an empty buffer: the data is used up), drain, or leave."""
 
 
 class Feed:
@@ -32,7 +32,7 @@ class Feed:
     def __init__(self, role: Role, resumed_from: int) -> None:
         self.published_version = -1
         self.checkpoint_version = -1
-        self.wants = -1
+        self.wants: c.WantBuffer | None = None
         self.resumed_from = resumed_from
         self.role = role
         self.drain: c.DrainNow | None = None
@@ -53,8 +53,10 @@ class Feed:
             published=self.published_version,
             resumed_from=self.resumed_from,
             start_nonce=self.role.attempt,
-            wants=self.wants,
+            wants=self.wants.buffer if self.wants else -1,
             checkpoint=self.checkpoint_version,
+            taken=self.wants.taken if self.wants else 0,
+            count=self.wants.count if self.wants else 0,
         )
 
     def published(self, version: int) -> None:
@@ -67,13 +69,20 @@ class Feed:
         self.checkpoint_version = version
         self.link.send(c.CheckpointDone(version=version, seconds=seconds))
 
-    def next(self, buffer: int, alive: Callable[[], object], idle: Callable[[], object] = lambda: None) -> Order:
-        """Wait for buffer `buffer`, a drain or the end. `alive` is called at least every KEEPALIVE_S, `idle` about once a
-        second.
+    def next(
+        self,
+        buffer: int,
+        taken: int,
+        count: int,
+        alive: Callable[[], object],
+        idle: Callable[[], object] = lambda: None,
+    ) -> Order:
+        """Wait for the next `count` groups of `buffer` after the first `taken` (or for what is left of it; `count` 0: all of
+        that), for a drain or the end. `alive` is called at least every KEEPALIVE_S, `idle` about once a second.
 
         Raises CoordinatorGoneError when no coordinator comes back in time."""
-        self.wants = buffer
-        self.link.send(c.WantBuffer(buffer=buffer, incarnation=self.incarnation))
+        self.wants = c.WantBuffer(buffer=buffer, incarnation=self.incarnation, taken=taken, count=count)
+        self.link.send(self.wants)
         next_alive = time.monotonic() + KEEPALIVE_S
         while True:
             if self.over is not None:
@@ -81,8 +90,8 @@ class Feed:
             if self.drain is not None:
                 return self.drain
             for message in self.link.poll(1.0):
-                if isinstance(message, c.Buffer) and message.buffer == buffer:
-                    self.wants = -1
+                if isinstance(message, c.Buffer) and (message.buffer, message.first) == (buffer, taken):
+                    self.wants = None
                     return message
                 self._note(message)
             idle()

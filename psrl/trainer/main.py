@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from psrl.config.algorithm_checks import needs_reference
 from psrl.config.schema import Config
 from psrl.models.load import load_causal_lm
 from psrl.models.resolve import run_model
@@ -19,11 +21,16 @@ from psrl.protocol.samples import Group
 from psrl.role import Role, run_role, start_role
 from psrl.rundir.segments import read_sample
 from psrl.telemetry.metrics import MetricsWriter
+from psrl.telemetry.overlap import overlap_metrics
 from psrl.telemetry.step_metrics import step_metrics
 from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, UPDATE, WAIT, Timeline
 from psrl.trainer import checkpoints
+from psrl.trainer.arrivals import Arrivals, InterruptedStepError
+from psrl.trainer.backends.core import BackendCore
 from psrl.trainer.backends.make import make_backend
+from psrl.trainer.chunks import chunk_plan
 from psrl.trainer.feed import Feed, Order, broadcast_order
+from psrl.trainer.objective import kl_control
 from psrl.trainer.rendezvous import init_process_group
 from psrl.trainer.saving import Saved, Saver
 from psrl.trainer.step import train_step
@@ -47,6 +54,8 @@ class Trainer:
             temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
             total_steps=optimizer_steps(config),
         )
+        self.reference = make_reference(config, source.path) if needs_reference(config) else None
+        self.kl = kl_control(config)
         self.version = self._resume()
         self.publisher = make_publisher(role, rank, world_size)
         self.feed = Feed(role, resumed_from=self.version) if rank == 0 else None
@@ -55,6 +64,7 @@ class Trainer:
         self.total_steps = config.trainer.total_training_steps
         background = config.train_actor_rollout_ref.actor.checkpoint.async_save
         self.saver = Saver(self.actor, role.run_dir.checkpoints, self.version, self._barrier, background=background)
+        self.chunks = chunk_plan(config)
         self.timings: dict[str, float] = {}
         self.save_s = 0.0
 
@@ -63,7 +73,9 @@ class Trainer:
         found, _ = checkpoints.newest_complete(self.role.run_dir.checkpoints)
         if found is None:
             return 0
-        version = int(checkpoints.read_metadata(found)["version"])
+        metadata = checkpoints.read_metadata(found)
+        version = int(metadata["version"])
+        self.kl = kl_control(self.role.config, metadata.get("kl_coef"))
         self.actor.load(found)
         log.info("resumed from %s at version %d", found.name, version)
         return version
@@ -75,18 +87,16 @@ class Trainer:
         self._publish(incarnation)
         drained, may_save = False, True
         while self.total_steps is None or self.version < self.total_steps:
-            begun = time.monotonic()
-            order = self._next_order()
-            self._timed("wait_buffer", WAIT, begun)
+            order = self._next_step(incarnation)
+            if order is None:
+                continue
             if isinstance(order, c.Shutdown):
                 return
             if isinstance(order, c.DrainNow):
                 drained, may_save = True, order.grace_s > 0
-                break
-            if not order.groups:
+            else:
                 log.info("the data is used up after %d steps", self.version)
-                break
-            self._train(order, incarnation, begun)
+            break
         if may_save:
             if self.saver.version != self.version:
                 self._save()
@@ -94,14 +104,27 @@ class Trainer:
         if self.feed is not None:
             self.feed.finish(self.version, drained=drained)
 
-    def _train(self, buffer: c.Buffer, incarnation: int, begun: float) -> None:
+    def _next_step(self, incarnation: int) -> Order | None:
+        """Wait for the next buffer and train it; None when that is done, else what to do instead. A step that is interrupted
+        between two parts of its buffer leaves the weights as they were before it."""
+        begun = time.monotonic()
+        order = self._next_order(0, self.chunks[0].groups if len(self.chunks) > 1 else 0)
+        self._timed("wait_buffer", WAIT, begun)
+        if not isinstance(order, c.Buffer) or not order.groups:
+            return order
+        try:
+            self._train(Arrivals(order, self.chunks, self._next_order), incarnation, begun)
+            return None
+        except InterruptedStepError as interrupted:
+            self.actor.go_back()
+            return interrupted.order
+
+    def _train(self, arrivals: Arrivals, incarnation: int, begun: float) -> None:
         """One step: update on the buffer, publish the new version, checkpoint if it is due, write the metrics."""
-        start = time.monotonic()
-        self.read_s = 0.0
-        result = train_step(self.actor, self.role.config, buffer.groups, self._read)
-        self.timeline.add(READ, start, start + self.read_s)
-        self.timeline.add(UPDATE, start + self.read_s, time.monotonic())
-        self.timings |= {"read": self.read_s, "update_actor": time.monotonic() - start - self.read_s}
+        read = arrivals.timed_read(self._read)
+        result = train_step(self.actor, self.role.config, arrivals, read, reference=self.reference, kl=self.kl)
+        self.kl = result.kl
+        overlap = self._note(arrivals)
         self.version += 1
         self._publish(incarnation)
         freq = self.role.config.trainer.save_freq
@@ -109,12 +132,11 @@ class Trainer:
         if due:
             self._save()
         if self.metrics is not None:
-            groups = [result.groups.get(i) or self._read(taken) for i, taken in enumerate(buffer.groups)]
-            lags = [buffer.buffer - taken.version for taken in buffer.groups]
+            groups = [result.groups.get(i) or self._read(taken) for i, taken in enumerate(arrivals.groups)]
+            lags = [arrivals.buffer - taken.version for taken in arrivals.groups]
             self.timings["step"] = time.monotonic() - begun
-            extra = result.metrics | {
-                f"rollout/{name}": count for name, count in buffer.counters.items() if "/prompt_" not in name
-            }
+            counters = arrivals.newest.counters.items()
+            extra = result.metrics | overlap | {f"rollout/{k}": n for k, n in counters if "/prompt_" not in k}
             self.metrics.write(step_metrics(groups, lags, self.timings, step=self.version, extra=extra))
         self.timings = {}
         self._conclude(self.saver.finished())  # last: a complete checkpoint promises the rows of all its steps
@@ -131,10 +153,31 @@ class Trainer:
             dist.broadcast(number, 0)
         return int(number)
 
-    def _next_order(self) -> Order:
+    def _note(self, arrivals: Arrivals) -> dict[str, float]:
+        """Timeline, timings and overlap metrics of a step's work."""
+        arrivals.end()
+        for start_s, end_s in arrivals.waits:
+            self.timeline.add(WAIT, start_s, end_s)
+        for work in arrivals.work:
+            self.timeline.add(READ, work.start_s, work.start_s + work.read_s)
+            self.timeline.add(UPDATE, work.start_s + work.read_s, work.end_s)
+        self.timings["wait_buffer"] += arrivals.wait_s
+        self.timings |= {"read": arrivals.read_s, "update_actor": arrivals.work_s - arrivals.read_s}
+        if self.feed is None or len(self.chunks) == 1:
+            return {}
+        filled_s = arrivals.newest.filled_s
+        return overlap_metrics(
+            [(work.start_s, work.end_s) for work in arrivals.work],
+            filled_s - self.feed.link.clock_offset_s if filled_s >= 0 else None,
+        )
+
+    def _next_order(self, taken: int, count: int) -> Order:
+        """See `Feed.next`; every rank asks and hears the same."""
         if self.feed is not None:
             order = self.feed.next(
                 self.version,
+                taken,
+                count,
                 alive=lambda: broadcast_order(None, 0, self.world_size),
                 idle=lambda: self._conclude(self.saver.finished()),
             )
@@ -148,11 +191,8 @@ class Trainer:
         return heard
 
     def _read(self, taken: c.TakenGroup) -> Group:
-        begun = time.monotonic()
         ref = taken.ref
-        group = _decode_group(read_sample(self.role.run_dir.samples, ref.segment, ref.offset, ref.length, ref.crc))
-        self.read_s += time.monotonic() - begun
-        return group
+        return _decode_group(read_sample(self.role.run_dir.samples, ref.segment, ref.offset, ref.length, ref.crc))
 
     def _publish(self, incarnation: int) -> None:
         """All ranks' shards first, then one word to the coordinator: a version is visible only when it is whole."""
@@ -168,7 +208,7 @@ class Trainer:
         """Begin a checkpoint; what is timed is the wait for the one before and the copy."""
         begun = time.monotonic()
         self._conclude(self.saver.wait())
-        self.saver.begin(self.version)
+        self.saver.begin(self.version, {} if self.kl is None else {"kl_coef": self.kl.coefficient})
         self._timed("save_checkpoint", CHECKPOINT, begun)
 
     def _conclude(self, saved: Saved | None) -> None:
@@ -178,7 +218,7 @@ class Trainer:
         self.save_s = saved.seconds
         root = self.role.run_dir.checkpoints
         metadata = {"version": saved.version, "incarnation": self.feed.incarnation, "seconds": round(self.save_s, 3)}
-        checkpoints.finish(checkpoints.step_directory(root, saved.version), metadata)
+        checkpoints.finish(checkpoints.step_directory(root, saved.version), metadata | saved.extra)
         self.feed.checkpointed(saved.version, self.save_s)
         checkpoints.prune(root, self.role.config.trainer.keep_last)
 
@@ -198,6 +238,16 @@ class Trainer:
         self.timeline.close()
         if self.metrics is not None:
             self.metrics.close()
+
+
+def make_reference(config: Config, path: Path) -> BackendCore:
+    """The initial weights, frozen: a resumed run starts from a checkpoint, its reference does not."""
+    return make_backend(
+        load_causal_lm(path, config.model.dtype),
+        config.train_actor_rollout_ref.actor,
+        temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
+        trainable=False,
+    )
 
 
 def optimizer_steps(config: Config) -> int | None:

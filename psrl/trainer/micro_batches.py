@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psrl.algorithms.advantages import MIN_VALID_SAMPLES
-
 TOKEN_LIMIT_KEY = "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
 MICRO_BATCH_COST = 64
@@ -24,7 +22,7 @@ MICRO_BATCH_COST = 64
 class TrainableSamples:
     """`lengths`: tokens of each sample in batch order, 0 for those that are left out.
 
-    `invalid_samples` had no finite reward or an empty response; `dropped_groups` have fewer than two samples left.
+    `invalid_samples` had no finite reward or an empty response; `dropped_groups` have too few samples left.
     """
 
     lengths: list[int]
@@ -48,8 +46,8 @@ class MicroBatchPlan:
         return len(self.ranks[0])
 
 
-def trainable_samples(tokens: Sequence[Sequence[int]]) -> TrainableSamples:
-    """Flatten the lengths of each group's samples; a group with fewer than two trainable samples is left out whole.
+def trainable_samples(tokens: Sequence[Sequence[int]], least_valid: int = 2) -> TrainableSamples:
+    """Flatten the lengths of each group's samples; a group with fewer than `least_valid` trainable ones is left out whole.
 
     `trainable_samples([[5, 0, 6], [0, 7]])` has lengths [5, 0, 6, 0, 0], 2 invalid samples and dropped group 1.
     """
@@ -58,7 +56,7 @@ def trainable_samples(tokens: Sequence[Sequence[int]]) -> TrainableSamples:
     for group, sizes in enumerate(tokens):
         valid = sum(size > 0 for size in sizes)
         invalid += len(sizes) - valid
-        if valid < MIN_VALID_SAMPLES:
+        if valid < least_valid:
             dropped.append(group)
             lengths.extend(0 for _ in sizes)
         else:
@@ -104,6 +102,22 @@ def plan_micro_batches(
     count = max(len(batches) for batches in packed)
     ranks = tuple(tuple(batches + [()] * (count - len(batches))) for batches in packed)
     return MicroBatchPlan(ranks, left_out=len(lengths) - len(order))
+
+
+def plan_micro_batches_of(lengths: Sequence[int], num_ranks: int, samples: int) -> MicroBatchPlan:
+    """Micro-batches of `samples` rows on each rank, in batch order, whatever their lengths.
+
+    The first `samples` rows go to rank 0, the next to rank 1 and so on round after round; the last round is dealt evenly.
+    `plan_micro_batches_of([5] * 5, 2, 2).ranks == (((0, 1), (4,)), ((2, 3), ()))`.
+    """
+    order = [i for i, length in enumerate(lengths) if length > 0]
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    for start in range(0, len(order), samples * num_ranks):
+        rows = order[start : start + samples * num_ranks]
+        share = -(-len(rows) // num_ranks)
+        for rank in range(num_ranks):
+            ranks[rank].append(tuple(rows[rank * share : (rank + 1) * share]))
+    return MicroBatchPlan(tuple(tuple(batches) for batches in ranks), left_out=len(lengths) - len(order))
 
 
 def _deal(order: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:

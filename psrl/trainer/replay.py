@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from psrl.config.algorithm_checks import needs_reference
 from psrl.config.schema import Config
 from psrl.coordinator.ledger import replay
 from psrl.coordinator.records import Start, Take
@@ -30,7 +32,9 @@ from psrl.role import load_config
 from psrl.rundir.layout import RunDir
 from psrl.rundir.segments import read_sample
 from psrl.trainer.backends.make import make_backend
-from psrl.trainer.main import optimizer_steps
+from psrl.trainer.chunks import Part, chunk_plan, recorded_parts
+from psrl.trainer.main import make_reference, optimizer_steps
+from psrl.trainer.objective import kl_control
 from psrl.trainer.step import train_step
 
 CURVE = ("actor/pg_loss", "actor/grad_norm", "actor/loss_tokens", "rollout_corr/kl")
@@ -47,36 +51,48 @@ def recorded_buffers(run_dir: RunDir, config: Config) -> Iterator[list[TakenGrou
         state.apply(record)
         if isinstance(record, Start):
             taken = {buffer: groups for buffer, groups in taken.items() if buffer < record.version}
-        elif isinstance(record, Take):
+        elif isinstance(record, Take) and state.is_taken(record.buffer):
             taken[record.buffer] = [
                 TakenGroup(group=e.group, prompt=e.prompt, data_epoch=e.data_epoch, version=e.version, ref=e.ref)
-                for e in state.entries(record.buffer)
+                for e in state.taken_groups(record.buffer)
             ]
     yield from (taken[buffer] for buffer in sorted(taken))
 
 
-def replay_run(run_dir: RunDir, steps: int | None = None, overrides: Sequence[str] = ()) -> list[dict[str, float]]:
-    """Train from the run's initial weights; one row of `CURVE` a buffer. Collective: every rank calls it."""
-    config = _changed(load_config(run_dir), overrides)
-    torch.set_num_threads(config.psrl.deployment.train_cpu_threads)
-    actor = make_backend(
-        load_causal_lm(run_model(run_dir).path, config.model.dtype),
-        config.train_actor_rollout_ref.actor,
-        temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
-        total_steps=optimizer_steps(config),
-    )
+class Replay:
+    """An actor with the run's initial weights, and the recorded buffers to train it on. `config`: other settings than the
+    run's, which must not change what a buffer is. Collective: every rank makes one and calls it alike."""
 
-    def read(taken: TakenGroup) -> Group:
+    def __init__(self, run_dir: RunDir, config: Config | None = None) -> None:
+        self.run_dir = run_dir
+        self.config = config or load_config(run_dir)
+        torch.set_num_threads(self.config.psrl.deployment.train_cpu_threads)
+        self.actor = make_backend(
+            load_causal_lm(run_model(run_dir).path, self.config.model.dtype),
+            self.config.train_actor_rollout_ref.actor,
+            temperature=self.config.gen_actor_rollout_ref.rollout.temperature or 1.0,
+            total_steps=optimizer_steps(self.config),
+        )
+        needed = needs_reference(self.config)
+        self.reference = make_reference(self.config, run_model(run_dir).path) if needed else None
+        self.kl = kl_control(self.config)
+
+    def rows(self, steps: int | None = None) -> Iterator[dict[str, float]]:
+        """Train one buffer after the other; one row of `CURVE` a buffer."""
+        chunks = chunk_plan(self.config)
+        for buffer in islice(recorded_buffers(self.run_dir, self.config), steps):
+            metrics = self.train_buffer(recorded_parts(buffer, chunks))
+            yield {name: metrics[name] for name in CURVE}
+
+    def train_buffer(self, parts: Iterable[Part]) -> dict[str, float]:
+        """Train one buffer; its metrics."""
+        result = train_step(self.actor, self.config, parts, self._read, reference=self.reference, kl=self.kl)
+        self.kl = result.kl
+        return result.metrics
+
+    def _read(self, taken: TakenGroup) -> Group:
         ref = taken.ref
-        return _decode(read_sample(run_dir.samples, ref.segment, ref.offset, ref.length, ref.crc, deadline_s=0.0))
-
-    rows = []
-    for number, buffer in enumerate(recorded_buffers(run_dir, config)):
-        if number == steps:
-            break
-        metrics = train_step(actor, config, buffer, read).metrics
-        rows.append({name: metrics[name] for name in CURVE})
-    return rows
+        return _decode(read_sample(self.run_dir.samples, ref.segment, ref.offset, ref.length, ref.crc, deadline_s=0.0))
 
 
 def _changed(config: Config, overrides: Sequence[str]) -> Config:
@@ -94,7 +110,8 @@ def main() -> int:
     if world_size > 1:
         store = dist.FileStore(os.environ["STORE"], world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    rows = replay_run(RunDir(args.run_dir.resolve()), args.steps, args.overrides)
+    run_dir = RunDir(args.run_dir.resolve())
+    rows = list(Replay(run_dir, _changed(load_config(run_dir), args.overrides)).rows(args.steps))
     if rank == 0:
         print("\n".join(json.dumps(row) for row in rows))
     return 0

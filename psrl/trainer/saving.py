@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from psrl.trainer import checkpoints
 from psrl.trainer.backends.base import PendingSave, TrainBackend
@@ -18,6 +19,8 @@ class Saved:
     version: int
     seconds: float
     """From its beginning until the last rank had written."""
+    extra: dict[str, Any]
+    """What `begin` was given to go into the checkpoint's metadata."""
 
 
 class Saver:
@@ -31,8 +34,9 @@ class Saver:
         self._actor, self._root, self._barrier, self._background = actor, root, barrier, background
         self._pending: PendingSave | None = None
         self._begun_s = 0.0
+        self._extra: dict[str, Any] = {}
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, extra: dict[str, Any] | None = None) -> None:
         """Begin to save `version` (collective). The save before must have been taken by `finished` or `wait`."""
         if self._pending is not None:
             raise RuntimeError(
@@ -42,7 +46,7 @@ class Saver:
         if self._actor.rank == 0:
             checkpoints.begin(self._root, version, self._actor.checkpoint_bytes())
         self._barrier()
-        self.version = version
+        self.version, self._extra = version, extra or {}
         self._pending = self._actor.save_async(checkpoints.step_directory(self._root, version))
         if not self._background:
             self._pending.wait()
@@ -56,4 +60,4 @@ class Saver:
         if self._pending is None:
             return None
         pending, self._pending = self._pending, None
-        return Saved(self.version, pending.wait() - self._begun_s)
+        return Saved(self.version, pending.wait() - self._begun_s, self._extra)

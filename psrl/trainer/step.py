@@ -1,99 +1,62 @@
-"""One training step, top to bottom: plan, read, advantages, old log-probs, update."""
+"""One training step, top to bottom: parts of the buffer arrive, forward passes, scoring, updates."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from psrl.algorithms import policy
+from psrl.algorithms.kl import KLControl
 from psrl.algorithms.metrics import combine
-from psrl.algorithms.policy import PolicyLoss
-from psrl.config.schema import ActorConfig, Config
-from psrl.protocol.control import TakenGroup
+from psrl.config.overlap_checks import effective_chunk
+from psrl.config.schema import Config
 from psrl.protocol.samples import Group
-from psrl.trainer.backends.base import MicroBatch, TrainBackend
-from psrl.trainer.batch import (
-    SampleIndex,
-    build_micro_batches,
-    count_loss_tokens,
-    group_advantages,
-    groups_needed,
-    index_samples,
-)
-from psrl.trainer.micro_batches import mini_batches, plan_micro_batches, trainable_samples
-from psrl.trainer.rows import Row, separate_rows, shared_rows
+from psrl.trainer.arriving import ArrivingBatch, Read
+from psrl.trainer.backends.base import TrainBackend
+from psrl.trainer.chunks import Part
+from psrl.trainer.overlap import Steps, accumulate, join, pre_step
+from psrl.trainer.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`metrics` are those of the optimizer; `groups` what this rank has read, by position in the batch."""
+    """`metrics` are those of the optimizer; `groups` what this rank has read, by position in the batch; `kl` the KL penalty's
+    controller for the next step."""
 
     metrics: dict[str, Any]
     groups: dict[int, Group]
+    kl: KLControl | None = None
 
 
 def train_step(
-    actor: TrainBackend, config: Config, taken: Sequence[TakenGroup], read: Callable[[TakenGroup], Group]
+    actor: TrainBackend,
+    config: Config,
+    parts: Iterable[Part],
+    read: Read,
+    *,
+    reference: TrainBackend | None = None,
+    kl: KLControl | None = None,
 ) -> StepResult:
-    """Train `actor` on one buffer of groups (batch order). Every rank calls it with the same `taken`; each reads, by
-    `read`, only the groups that its own micro-batches need."""
-    settings, correction = config.train_actor_rollout_ref.actor, config.algorithm.rollout_correction
-    tokens = [group.ref.tokens for group in taken]
-    samples = trainable_samples(tokens)
-    index = index_samples(tokens)
-    minis = mini_batches(len(taken), settings.ppo_mini_batch_size)
-    rows = [_rows(actor, settings, taken, index, _only(samples.lengths, index, mini)) for mini in minis]
-    plans = [
-        plan_micro_batches([row.length for row in mini], actor.dp_size, settings.ppo_max_token_len_per_gpu)
-        for mini in rows
-    ]
-    mine = [
-        [[mini[i] for i in batch] for batch in plan.ranks[actor.dp_rank]]
-        for mini, plan in zip(rows, plans, strict=True)
-    ]
-    groups = {i: read(taken[i]) for step in mine for i in groups_needed(step, index)}
-    advantages = {
-        i: group_advantages(g, tokens[i], config.algorithm.norm_adv_by_std_in_grpo) for i, g in groups.items()
-    }
-    steps = [build_micro_batches(step, index, groups, advantages) for step in mine]
-
-    # With a single optimizer step the old log-probs are the update's own, so no forward pass is spent on them.
-    if len(steps) * settings.ppo_epochs > 1 and not correction.bypass_mode:
-        steps = [[_with_old_log_probs(actor, batch) for batch in step] for step in steps]
-
-    parts: list[dict[str, float]] = []
-    for _ in range(settings.ppo_epochs):
-        for step in steps:
-            loss = PolicyLoss(
-                global_tokens=int(actor.all_sum([count_loss_tokens(step)])[0]),
-                clip_low=settings.clip_ratio if settings.clip_ratio_low is None else settings.clip_ratio_low,
-                clip_high=settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high,
-                token_tis=correction.rollout_is == "token",
-                is_threshold=correction.rollout_is_threshold,
-                bypass_mode=correction.bypass_mode,
-                describe_correction=config.psrl.log_prob.enable_rollout_engine_log_prob,
-            )
-            parts.append(actor.update(step, loss))
-    last = {name: parts[-1][name] for name in ("actor/grad_norm", "actor/lr", "actor/skipped_steps")}
-    micro_batches = {"training/num_micro_batches": sum(plan.num_micro_batches for plan in plans)}
-    return StepResult(policy.finalise(combine(parts)) | last | micro_batches, groups)
+    """Train `actor` on one buffer. Every rank calls it with the same `parts`, which may come while rollout still fills the
+    buffer; what is done with each is up to `psrl.fine_grain_overlap.overlap_scope`. Each rank reads, by `read`, only the
+    groups that its own micro-batches need. `reference` is the frozen initial policy, `kl` the controller of the penalty in
+    the reward (None: there is none)."""
+    batch, pipeline = ArrivingBatch(actor, config, read), Pipeline(actor, config, reference, kl)
+    overlapped = effective_chunk(config).granularity != "none"
+    scope = config.psrl.fine_grain_overlap.overlap_scope if overlapped else "recompute"
+    updates = {"recompute": recompute, "pre_step": pre_step, "accumulate": accumulate}[scope](pipeline, batch, parts)
+    kl, penalty = pipeline.penalty()
+    last = {name: updates[-1][name] for name in ("actor/grad_norm", "actor/lr", "actor/skipped_steps")}
+    micro_batches = {"training/num_micro_batches": batch.num_micro_batches}
+    return StepResult(policy.finalise(combine(updates)) | last | penalty | micro_batches, batch.groups, kl)
 
 
-def _only(lengths: Sequence[int], index: SampleIndex, groups: range) -> list[int]:
-    """`lengths` with 0 for the samples of other groups."""
-    return [length if index.group[i] in groups else 0 for i, length in enumerate(lengths)]
-
-
-def _rows(
-    actor: TrainBackend, settings: ActorConfig, taken: Sequence[TakenGroup], index: SampleIndex, lengths: Sequence[int]
-) -> list[Row]:
-    if not (settings.use_shared_prompt and actor.can_share_prompts):
-        return separate_rows(lengths)
-    prompts = [group.ref.prompt_tokens for group in taken]
-    return shared_rows(lengths, index.group, prompts, actor.hidden_size, settings.ppo_max_token_len_per_gpu)
-
-
-def _with_old_log_probs(actor: TrainBackend, batch: MicroBatch) -> MicroBatch:
-    return dataclasses.replace(batch, old_log_probs=actor.log_probs(batch))
+def recompute(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> list[dict[str, float]]:
+    """Forward passes as parts arrive, everything else once the buffer is whole. Also how a buffer trains that comes whole."""
+    steps: Steps = []
+    for part in parts:
+        for mini in batch.add(part):
+            join(steps, pipeline.forward_passes(mini))
+    steps = pipeline.score(batch, steps)
+    return [pipeline.update(step) for _ in range(pipeline.epochs) for step in steps]

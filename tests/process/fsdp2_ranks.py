@@ -8,11 +8,11 @@ on; "killed": every rank kills itself where the last one would be marked complet
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +22,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from psrl.algorithms import policy
+from psrl.algorithms.advantages import AdvantageOptions, grpo
+from psrl.algorithms.aggregation import Aggregation
 from psrl.algorithms.policy import PolicyLoss
+from psrl.algorithms.rollout_correction import Correction
 from psrl.config.fsdp import FSDPConfig
 from psrl.config.megatron import MegatronConfig
 from psrl.config.schema import ActorConfig, OptimConfig
@@ -34,9 +37,10 @@ from psrl.trainer.backends.make import make_backend
 from psrl.trainer.batch import (
     build_micro_batches,
     count_loss_tokens,
-    group_advantages,
     groups_needed,
     index_samples,
+    rewards_of,
+    sample_rewards,
 )
 from psrl.trainer.micro_batches import plan_micro_batches, trainable_samples
 from psrl.trainer.rows import separate_rows, shared_rows
@@ -102,14 +106,22 @@ def make_batches(
     plan = plan_micro_batches([row.length for row in rows], world_size, cap, micro_batch_cost=10**6)
     mine = [[rows[i] for i in batch] for batch in plan.ranks[rank]]
     needed = groups_needed(mine, index)
-    advantages = {g: group_advantages(groups[g], tokens[g], True) for g in needed}
-    return build_micro_batches(mine, index, {g: groups[g] for g in needed}, advantages, device)
+    rewards = {g: rewards_of(groups[g], tokens[g], least_valid=2) for g in needed}
+    batches = build_micro_batches(mine, index, {g: groups[g] for g in needed}, rewards, device)
+    estimated = grpo(sample_rewards(index, rewards), batches, AdvantageOptions(), list).advantages
+    return [replace(b, advantages=grid.float().to(device)) for b, grid in zip(batches, estimated, strict=True)]
+
+
+def token_tis(tokens: int, **changes) -> PolicyLoss:
+    """PPO with truncated importance weights, token-mean over `tokens`."""
+    correction = Correction(level="token", high=2.0)
+    return PolicyLoss(aggregation=Aggregation(tokens=tokens), correction=correction, **changes)
 
 
 def train_step(backend: BackendCore, step: int, cap: int = 1024) -> dict[str, float]:
     batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap, device=backend._device)
     (tokens,) = backend.all_sum([count_loss_tokens(batches)])
-    sums = backend.update(batches, PolicyLoss(global_tokens=int(tokens), token_tis=True))
+    sums = backend.update(batches, token_tis(int(tokens)))
     return policy.finalise(sums) | {name: value for name, value in sums.items() if "/sums/" not in name}
 
 
@@ -218,7 +230,7 @@ def main(task: dict) -> None:
     else:
         steps_with_save(backend, root, task)
     if "shards" in task:
-        shards = [dataclasses.replace(shard, local=shard.local.cpu()) for shard in backend.weight_shards()]
+        shards = [replace(shard, local=shard.local.cpu()) for shard in backend.weight_shards()]
         torch.save(shards, Path(task["shards"]) / f"{backend.rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()

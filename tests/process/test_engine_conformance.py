@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import (
@@ -264,6 +265,18 @@ def test_a_sample_does_not_depend_on_its_neighbours(build: Build) -> None:
     crowded = run(_submitted(build(rows=5), *crowd[:1], request(1, prompt(6), [20, 20, 20], SAMPLED), *crowd[1:]))
     assert crowded[1, 0].tokens == alone.tokens
     assert len({tuple(crowded[1, i].tokens) for i in range(3)}) == 3, "seeds make the samples of a group differ"
+
+
+def test_a_greedy_sample_stands_beside_sampled_ones(build: Build) -> None:
+    sampled = request(1, prompt(6), [20, 20], SAMPLED)
+    mixed = msgspec.structs.replace(
+        sampled, samples=(sampled.samples[0], msgspec.structs.replace(sampled.samples[1], greedy=True))
+    )
+    outputs = run(_submitted(build(), mixed))
+    assert outputs[1, 0].tokens == run(_submitted(build(), sampled))[1, 0].tokens
+    alone = run(_submitted(build(), request(1, prompt(6), [20, 20])))
+    assert outputs[1, 1].tokens == alone[1, 1].tokens
+    assert outputs[1, 1].logprobs == pytest.approx(alone[1, 1].logprobs, abs=1e-5)
 
 
 def _submitted(engine: Engine, *requests: GenerateRequest) -> Engine:

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from backend_launch import launch
-from fsdp2_ranks import make_actor, make_batches, make_groups, make_model, save, train_step
+from fsdp2_ranks import make_actor, make_batches, make_groups, make_model, save, token_tis, train_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from psrl.algorithms.policy import PolicyLoss
 from psrl.config.schema import OptimConfig
 from psrl.trainer import checkpoints
 from psrl.trainer.backends.core import row_range
@@ -166,7 +165,7 @@ def test_an_all_masked_micro_batch_alone_gives_zero_loss_and_no_nan():
     backend = make_backend(optim=OptimConfig(lr=1e-3, weight_decay=0.0))
     (dummy,) = build_micro_batches([()], SampleIndex([], []), {}, {})
     before = [shard.local.clone() for shard in backend.weight_shards()]
-    sums = backend.update([dummy], PolicyLoss(global_tokens=0, token_tis=True))
+    sums = backend.update([dummy], token_tis(0))
     assert sums["actor/sums/loss"] == 0.0
     assert sums["actor/grad_norm"] == 0.0
     assert all(torch.equal(shard.local, old) for shard, old in zip(backend.weight_shards(), before, strict=True))
@@ -174,7 +173,7 @@ def test_an_all_masked_micro_batch_alone_gives_zero_loss_and_no_nan():
 
 def test_no_micro_batch_takes_no_step():
     backend = make_backend()
-    assert backend.update([], PolicyLoss(global_tokens=0))["actor/skipped_steps"] == 1.0
+    assert backend.update([], token_tis(0))["actor/skipped_steps"] == 1.0
     assert backend.steps == 0
 
 
@@ -184,7 +183,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied():
     batches = make_batches(make_groups(0), 0, 1, 1024)
 
     def broken(log_probs, batch):
-        loss, sums = PolicyLoss(global_tokens=count_loss_tokens(batches))(log_probs, batch)
+        loss, sums = token_tis(count_loss_tokens(batches))(log_probs, batch)
         return loss * torch.nan, sums
 
     metrics = backend.update(batches, broken)
@@ -259,7 +258,7 @@ def test_shared_prompts_give_the_same_log_probs_and_gradients():
         log_probs = torch.cat([backend.log_probs(b)[b.loss_mask] for b in batches]).sort().values
         tokens = count_loss_tokens(batches)
         assert (batches[0].layout is not None) is shared
-        backend.update(batches, PolicyLoss(global_tokens=tokens, token_tis=True))
+        backend.update(batches, token_tis(tokens))
         moments[shared] = (log_probs, backend._state())
     torch.testing.assert_close(moments[True][0], moments[False][0], atol=2e-6, rtol=0)
     for name, value in moments[False][1].items():

@@ -104,9 +104,9 @@ def started(**kwargs) -> tuple[Run, list[c.Assignment]]:
     return run, assigned(run.hello("agent_loop", "agent-loop-0", c.AgentState()))
 
 
-def restarted(run: Run) -> Run:
-    """The coordinator's next start: only what the journal holds is left."""
-    again = Run()
+def restarted(run: Run, **kwargs) -> Run:
+    """The coordinator's next start, with the same `kwargs` as the first: only what the journal holds is left."""
+    again = Run(**kwargs)
     for record in run.records:
         again.core.staleness.apply(record)
         again.core.prompts.apply(record)

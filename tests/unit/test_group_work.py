@@ -104,3 +104,15 @@ def test_streamed_chunks_join_per_sample_and_a_finished_one_ends_the_row() -> No
     joined = join_chunks(chunks)
     assert [(c.sample, c.token_ids, c.finish) for c in joined] == [(0, [1, 2], "abort"), (1, [9], ""), (0, [3], "stop")]
     assert joined[0].spans == [VersionSpan(0, 1, 1), VersionSpan(1, 2, 1)]
+
+
+def test_the_greedy_sample_is_asked_for_as_such_sealed_and_never_trained() -> None:
+    group = GroupWork(assignment(n=3), [1, 2, 3], SamplingParams(), 4, seed=7, greedy=1)
+    assert [s.greedy for s in group.request("r0", [0, 1, 2]).samples] == [False, False, True]
+    for sample in range(3):
+        group.add(chunk(sample, [7], "abort" if sample == 2 else "stop"), "r0")
+    assert [s.greedy for s in group.request("r1", [2]).samples] == [True]  # also when it goes on elsewhere
+    group.add(chunk(2, [8], "stop", start=1), "r1")
+    scores = [Score(1.0), Score(0.0), Score(0.5)]
+    assert group.trainable_tokens(scores) == [4, 4, 0]
+    assert [(s.greedy, s.reward) for s in group.group(scores).samples] == [(False, 1.0), (False, 0.0), (True, 0.5)]

@@ -1,20 +1,30 @@
 """The micro-batch plan (cap, balance, equal counts, each sample once) and the tensors built from it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psrl.algorithms.advantages import AdvantageOptions, grpo
 from psrl.protocol.samples import Group, Sample
 from psrl.trainer.batch import (
     build_micro_batches,
     count_loss_tokens,
-    group_advantages,
     groups_needed,
     index_samples,
+    rewards_of,
+    sample_rewards,
 )
-from psrl.trainer.micro_batches import TOKEN_LIMIT_KEY, mini_batches, plan_micro_batches, trainable_samples
+from psrl.trainer.micro_batches import (
+    TOKEN_LIMIT_KEY,
+    mini_batches,
+    plan_micro_batches,
+    plan_micro_batches_of,
+    trainable_samples,
+)
 from psrl.trainer.rows import Row, shared_rows
 
 pytestmark = pytest.mark.unit
@@ -141,8 +151,11 @@ def build(rank_plan, groups=GROUPS, tokens=TOKENS):
     index = index_samples(tokens)
     rows = rows_of(rank_plan)
     needed = groups_needed(rows, index)
-    advantages = {g: group_advantages(groups[g], tokens[g], norm_by_std=False) for g in needed}
-    return build_micro_batches(rows, index, {g: groups[g] for g in needed}, advantages)
+    rewards = {g: rewards_of(groups[g], tokens[g], least_valid=2) for g in needed}
+    batches = build_micro_batches(rows, index, {g: groups[g] for g in needed}, rewards)
+    options = AdvantageOptions(norm_by_std=False)
+    grids = grpo(sample_rewards(index, rewards), batches, options, list).advantages
+    return [replace(batch, advantages=grid.float()) for batch, grid in zip(batches, grids, strict=True)]
 
 
 def rows_of(rank_plan):
@@ -226,3 +239,20 @@ def test_a_log_prob_of_a_token_that_is_not_trained_may_be_anything():
     odd = sample([1, 2], [-1.0, float("nan")], mask=b"\x01\x00")
     (batch,) = build([(0, 1)], [group(3, [1], [odd, sample([1, 2], [-1.0, -1.0], 1.0)])], [[3, 3]])
     assert torch.isfinite(batch.rollout_log_probs).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "samples", "expected"),
+    [
+        ([5] * 5, 2, 2, (((0, 1), (4,)), ((2, 3), ()))),
+        ([5, 0, 9, 1], 1, 2, (((0, 2), (3,)),)),
+        ([5] * 6, 2, 2, (((0, 1), (4,)), ((2, 3), (5,)))),
+        ([7], 3, 4, (((0,),), ((),), ((),))),
+        ([], 2, 4, ((), ())),
+        ([0, 0], 1, 4, ((),)),
+    ],
+)
+def test_micro_batches_by_number_of_samples(lengths, num_ranks, samples, expected):
+    plan = plan_micro_batches_of(lengths, num_ranks, samples)
+    assert plan.ranks == expected
+    assert plan.left_out == sum(length == 0 for length in lengths)

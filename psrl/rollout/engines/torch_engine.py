@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -96,8 +97,10 @@ class TorchEngine:
         fault = self._fault(request)
         if fault:
             logger.warning("group %d cannot be generated: %s; its samples end without tokens", request.group, fault)
-        sampling, stop_ids = self._intern(request.sampling)
         for item in request.samples:
+            sampling, stop_ids = self._intern(
+                msgspec.structs.replace(request.sampling, temperature=0.0) if item.greedy else request.sampling
+            )
             used = len(request.prompt_ids) + len(item.prefix_ids)
             budget = min(item.max_new_tokens, self._max_model_len - used)
             if fault or budget <= 0:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from psrl.algorithms.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,13 @@ class MicroBatch:
     `advantages` and `loss_mask` belongs to the token `input_ids[:, t]`, predicted from the tokens before it (column 0
     is never a target: its mask is 0). A dummy micro-batch (another rank has one more) has an all-zero mask.
 
-    Where rows hold several responses behind one prompt (`trainer.rows`), `layout` says how the tokens belong together.
+    Where rows hold several responses behind one prompt (`trainer.rows`), `layout` says how the tokens belong together;
+    `sequences` says in any case which sample of the batch each response token belongs to.
+
+    The rest is filled in stage after stage, None until then: `old_log_probs` of the training weights at the buffer's start,
+    `ref_log_probs` of the initial policy, `kl_penalty` (what the reward of each token loses), `values` and `returns` of the
+    critic, `advantages` (0 until then), `accepted` (bool: what rejection sampling keeps) and `is_weights` (importance
+    weights that were normalised over the buffer).
     """
 
     input_ids: torch.Tensor
@@ -47,11 +56,25 @@ class MicroBatch:
     loss_mask: torch.Tensor
     advantages: torch.Tensor
     rollout_log_probs: torch.Tensor
+    sequences: Sequences
     old_log_probs: torch.Tensor | None = None
+    ref_log_probs: torch.Tensor | None = None
+    kl_penalty: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
+    is_weights: torch.Tensor | None = None
     layout: SharedLayout | None = None
 
+    @property
+    def trained(self) -> torch.Tensor:
+        """bool [rows, length]: tokens whose loss counts, `loss_mask` less what was rejected."""
+        return self.loss_mask if self.accepted is None else self.loss_mask & self.accepted
 
-LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+LossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""`loss_fn(log_probs, batch)`, or `loss_fn(log_probs, batch, entropy)` if its attribute `needs_entropy` is true; all grids are
+[rows, length]. Returns (a scalar already divided by the *global* denominator, partial metrics as in `algorithms.metrics`)."""
 
 
 class PendingSave(Protocol):
@@ -82,9 +105,29 @@ class TrainBackend(Protocol):
         ...
 
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
-        """One optimizer step: gradients of all micro-batches accumulated, clipped, applied. `loss_fn(log_probs, batch)`
-        returns (a scalar already divided by the *global* token count, partial metrics as in `algorithms.metrics`).
-        Returns the partial metrics combined over micro-batches and ranks, and `actor/grad_norm`, `actor/lr`."""
+        """One optimizer step: gradients of all micro-batches accumulated, clipped, applied. Returns the partial metrics of
+        `loss_fn` combined over micro-batches and ranks, and `actor/grad_norm`, `actor/lr`."""
+        ...
+
+    def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
+        """The first half of `update`: add the gradients of these micro-batches to those that wait."""
+        ...
+
+    def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
+        """The second half: divide what waits by `divisor`, clip it and take one optimizer step; returns as `update`."""
+        ...
+
+    def remember(self) -> None:
+        """Keep the weights and the optimizer's state as they are now, in place of what was kept before (a second copy of
+        both in memory)."""
+        ...
+
+    def as_remembered(self) -> AbstractContextManager[None]:
+        """Forward passes inside see the remembered weights, if there are any. Nothing inside may change them. Collective."""
+        ...
+
+    def go_back(self) -> None:
+        """Drop gradients that wait; where optimizer steps were taken since `remember`, take them back."""
         ...
 
     def all_sum(self, values: Sequence[float]) -> list[float]:

@@ -9,6 +9,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.schedule import learning_rate
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
+from psrl.trainer.backends.remembered import Remembered
 from psrl.trainer.backends.saves import BackgroundSave, checkpoint_errors, copied
 
 logger = logging.getLogger(__name__)
@@ -28,8 +31,12 @@ logger = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+TokenOutputs = tuple[torch.Tensor, torch.Tensor | None]
+
+
 class BackendCore(ABC):
-    """See TrainBackend. Subclasses set `hidden_size` and `can_share_prompts`, and call `_make_optimizer` at the end."""
+    """See TrainBackend. Subclasses set `hidden_size` and `can_share_prompts`, and call `_make_optimizer` at the end, unless
+    they are frozen: then there is `log_probs` only."""
 
     hidden_size: int
     can_share_prompts: bool
@@ -64,13 +71,17 @@ class BackendCore(ABC):
         self._parameters: dict[str, torch.Tensor] = {}
         """What the optimizer holds and steps."""
         self._predictors: torch.Tensor | None = None
+        self._parts: list[MetricSums] = []
+        """Of the micro-batches whose gradients wait for `apply_gradients`."""
+        self._remembered: Remembered | None = None
+        self._remembered_steps = 0
         self._save_group: dist.ProcessGroup | None = None
 
     # ---- what a backend adds -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """With gradient; see `TrainBackend.log_probs`."""
+    def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> TokenOutputs:
+        """With gradient: (log-probs, entropies if asked for), float32 [rows, length], 0 where nothing is trained."""
 
     @abstractmethod
     def _backward(self, loss: torch.Tensor) -> None:
@@ -93,28 +104,41 @@ class BackendCore(ABC):
         """The inverse of `_tensors`, into `values`, in place."""
 
     @abstractmethod
-    def _after_step(self) -> None:
-        """The parameters have changed."""
+    def _weights_changed(self) -> None:
+        """By an optimizer step, a checkpoint or a swap: whoever keeps something that was made from them makes it again."""
 
     # ---- TrainBackend ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """See TrainBackend. Collective: every rank must call it equally often."""
-        return self._log_probs(batch)
+        return self._token_outputs(batch)[0]
 
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
         """See TrainBackend. All ranks must pass equally many micro-batches. No micro-batch at all: no step is taken.
 
         A gradient that is not finite is not applied: the step is skipped on all ranks and `actor/skipped_steps` is 1.
         """
-        if not batches:
-            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
-        parts = []
+        self.accumulate(batches, loss_fn)
+        return self.apply_gradients()
+
+    def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
+        """See TrainBackend. All ranks must pass equally many micro-batches."""
         for batch in batches:
-            loss, sums = loss_fn(self._log_probs(batch), batch)
+            log_probs, entropy = self._token_outputs(batch, getattr(loss_fn, "needs_entropy", False))
+            loss, sums = loss_fn(*((log_probs, batch) if entropy is None else (log_probs, batch, entropy)))
             self._backward(loss)
-            parts.append(sums)
+            self._parts.append(sums)
+
+    def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
+        """See TrainBackend and `update`. Collective."""
+        parts, self._parts = self._parts, []
+        if not parts:
+            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
+        if divisor != 1.0:
+            for parameter in self._parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
         norm = self._clip_gradients()
         lr = self._learning_rate()
         finite = math.isfinite(norm)
@@ -125,6 +149,36 @@ class BackendCore(ABC):
         self._optimizer.zero_grad(set_to_none=True)
         metrics = self._reduce(parts)
         return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(not finite)}
+
+    def remember(self) -> None:
+        """See TrainBackend."""
+        if self._remembered is None:
+            weights, *moments = self._kinds().values()
+            self._remembered = Remembered(
+                map(local_part, weights.values()),
+                (local_part(moment) for kind in moments for moment in kind.values()),
+                changed=self._weights_changed,
+            )
+        self._remembered.take()
+        self._remembered_steps = self.steps
+
+    @contextmanager
+    def as_remembered(self) -> Iterator[None]:
+        """See TrainBackend. Costs nothing while no step was taken since."""
+        if self._remembered is None or self.steps == self._remembered_steps:
+            yield
+            return
+        with self._remembered.weights():
+            yield
+
+    def go_back(self) -> None:
+        """See TrainBackend."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._parts = []
+        if self._remembered is None or self.steps == self._remembered_steps:
+            return
+        self._remembered.go_back()
+        self._set_steps(self._remembered_steps)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Each value added over data-parallel ranks (exact for integers below 2^53)."""
@@ -156,12 +210,10 @@ class BackendCore(ABC):
         state = self._state()
         with checkpoint_errors(f"cannot load the checkpoint {directory}"):
             dcp.load(state, checkpoint_id=directory, no_dist=self.world_size == 1)
-        self.steps = int(state["steps"])
         for kind, values in self._kinds().items():
             self._restore(kind, state, values)
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter]["step"].fill_(self.steps)
-        self._after_step()
+        self._set_steps(int(state["steps"]))
+        self._weights_changed()
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
@@ -180,6 +232,11 @@ class BackendCore(ABC):
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
+    def _set_steps(self, steps: int) -> None:
+        self.steps = steps
+        for parameter in self._parameters.values():
+            self._optimizer.state[parameter]["step"].fill_(steps)
+
     def _learning_rate(self) -> float:
         return self._schedule(self.steps)
 
@@ -188,7 +245,7 @@ class BackendCore(ABC):
             group["lr"] = lr
         self._optimizer.step()
         self.steps += 1
-        self._after_step()
+        self._weights_changed()
 
     def _reduce(self, parts: list[MetricSums]) -> dict[str, float]:
         added, sums, extreme, maxima = stack(parts)
@@ -212,6 +269,11 @@ class BackendCore(ABC):
         for kind, values in self._kinds().items():
             state |= self._tensors(kind, values)
         return state
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, the live one."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def grid_of(log_probs: torch.Tensor, targets: torch.Tensor, shape: torch.Size) -> torch.Tensor:

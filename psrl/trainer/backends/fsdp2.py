@@ -14,20 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from psrl.algorithms.token_entropy import token_entropies
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import MicroBatch, SharedLayout, WeightShard
 from psrl.trainer.backends.core import (
     BackendCore,
+    TokenOutputs,
     compute_dtype,
     ensure_process_group,
     grid_of,
+    local_part,
     predictors_of,
     row_range,
     shared_mask,
@@ -40,8 +43,9 @@ class FSDP2Backend(BackendCore):
 
     `model` must be the same on every rank (same weights); each keeps its shard only. A single rank that computes in
     the dtype of its weights is not sharded at all, and needs no process group. `total_steps`: optimizer steps of the
-    run, for a schedule that ends. The model stays in eval mode: dropout
-    would make the log-probs of one and the same weights differ between two passes.
+    run, for a schedule that ends. Not `trainable`: frozen weights without an optimizer, for `log_probs` only (the
+    reference policy). The model stays in eval mode: dropout would make the log-probs of one and the same weights differ
+    between two passes.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class FSDP2Backend(BackendCore):
         *,
         temperature: float,
         total_steps: int | None = None,
+        trainable: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         device = torch.device(device)
@@ -81,53 +86,66 @@ class FSDP2Backend(BackendCore):
             _checkpoint_activations(layers)
         settings = actor.fsdp_config
         offload = settings.param_offload and device.type != "cpu"
-        self._visiting_moments = settings.optimizer_offload and not offload and device.type != "cpu"
+        self._host_moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._offload_moments = settings.optimizer_offload and not offload and device.type != "cpu"
         if world_size > 1 or dtype != model.dtype or offload:
             _shard(model, layers, dtype, _shard_mesh(device, world_size, settings.fsdp_size), offload)
         else:
             model.to(device)  # type: ignore[arg-type]
         self._parameters = dict(model.named_parameters())
-        self._make_optimizer(actor)
-        self._move_moments(torch.device("cpu"))
+        if trainable:
+            self._make_optimizer(actor)
+            self._put_moments_away()
+        else:
+            model.requires_grad_(False)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty, and replicas of a
         shard publish a part of its rows each. The tensors are the live weights, not copies: use them before the next
         `update`."""
         for name, parameter in self._parameters.items():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_part(parameter)
             (shard, shards), (replica, replicas) = _places(parameter)
             start, _ = row_range(parameter.shape[0], shard, shards)
             first, end = row_range(local.shape[0], replica, replicas)
-            rows = local.detach()[first:end]
+            rows = local[first:end]
             yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start + first, local=rows)
 
-    def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
+    def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> TokenOutputs:
         """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
         if self._ulysses is not None:
-            return self._log_probs_of_part(batch, self._ulysses)
+            return self._outputs_of_part(batch, self._ulysses, entropy)
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
         inputs = {"input_ids": batch.input_ids, **_shared_inputs(batch.layout)}
-        log_probs = self._predict(inputs, predictors_of(batch, targets), batch.input_ids.flatten()[targets])
-        return grid_of(log_probs, targets, batch.input_ids.shape)
+        logits = self._logits(inputs, predictors_of(batch, targets))
 
-    def _log_probs_of_part(self, batch: MicroBatch, ulysses: Ulysses) -> torch.Tensor:
+        def grid(values: torch.Tensor) -> torch.Tensor:
+            return grid_of(values, targets, batch.input_ids.shape)
+
+        log_probs = token_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature)
+        return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
+
+    def _outputs_of_part(self, batch: MicroBatch, ulysses: Ulysses, entropy: bool) -> TokenOutputs:
         """The same where this rank runs a part of each row: it answers for the tokens that are predicted there."""
         padded = ulysses.enter(batch)
         targets = padded.loss_mask.flatten().nonzero().squeeze(-1)
         inside, places = ulysses.mine(predictors_of(padded, targets), padded.input_ids.shape[1])
         targets = targets[inside]
-        log_probs = self._predict(ulysses.inputs(padded), places, padded.input_ids.flatten()[targets])
-        return ulysses.leave(grid_of(log_probs, targets, padded.input_ids.shape), batch.input_ids.shape[1])
+        logits = self._logits(ulysses.inputs(padded), places)
 
-    def _predict(self, inputs: dict[str, Any], places: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probs [n] of `tokens` [n] as predicted at the flat `places` [n] of the input."""
+        def grid(values: torch.Tensor) -> torch.Tensor:
+            return ulysses.leave(grid_of(values, targets, padded.input_ids.shape), batch.input_ids.shape[1])
+
+        log_probs = token_log_probs(logits, padded.input_ids.flatten()[targets], self.temperature)
+        return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
+
+    def _logits(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary] at the flat `places` [n] of the input."""
         self._predictors = places
         try:
-            logits = self._model(use_cache=False, **inputs).logits
+            return self._model(use_cache=False, **inputs).logits
         finally:
             self._predictors = None
-        return token_log_probs(logits, tokens, self.temperature)
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places that predict the n targets."""
@@ -143,21 +161,30 @@ class FSDP2Backend(BackendCore):
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._grad_clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _after_step(self) -> None:
-        """Nothing: what the optimizer steps is what the model computes with."""
+    def _weights_changed(self) -> None:
+        """Weights that FSDP gathered for an earlier pass, and may keep for the next one, are not the weights any more."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _step(self, lr: float) -> None:
-        self._move_moments(self._device)
+        if not self._host_moments:
+            return super()._step(lr)
+        for parameter, moments in self._host_moments.items():
+            self._optimizer.state[parameter] |= {k: m.to(self._device) for k, m in moments.items()}
         super()._step(lr)
-        self._move_moments(torch.device("cpu"))
+        for parameter, moments in self._host_moments.items():
+            for kind, host in moments.items():
+                host.copy_(self._optimizer.state[parameter][kind])
+            self._optimizer.state[parameter] |= moments
+        return None
 
-    def _move_moments(self, device: torch.device) -> None:
-        """Where Adam's moments live in host memory (`optimizer_offload`), take them there or back."""
-        if not self._visiting_moments:
-            return
-        for state in self._optimizer.state.values():
-            for kind in ("exp_avg", "exp_avg_sq"):
-                state[kind] = state[kind].to(device)
+    def _put_moments_away(self) -> None:
+        """With `optimizer_offload` Adam's moments live in host memory, for good; the step works on copies."""
+        if self._offload_moments:
+            for parameter, state in self._optimizer.state.items():
+                self._host_moments[parameter] = {kind: state[kind].to("cpu") for kind in ("exp_avg", "exp_avg_sq")}
+                state |= self._host_moments[parameter]
 
     def _tensors(self, kind: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The live tensors, so loading into them restores in place."""

@@ -15,13 +15,18 @@ def make_backend(
     *,
     temperature: float,
     total_steps: int | None = None,
+    trainable: bool = True,
     device: torch.device | str = "cpu",
 ) -> BackendCore:
     """One trainer rank's backend; see FSDP2Backend and MegatronBackend."""
     if actor.strategy == "megatron":
         from psrl.trainer.backends.megatron import MegatronBackend
 
-        return MegatronBackend(model, actor, temperature=temperature, total_steps=total_steps, device=device)
+        return MegatronBackend(
+            model, actor, temperature=temperature, total_steps=total_steps, trainable=trainable, device=device
+        )
     from psrl.trainer.backends.fsdp2 import FSDP2Backend
 
-    return FSDP2Backend(model, actor, temperature=temperature, total_steps=total_steps, device=device)
+    return FSDP2Backend(
+        model, actor, temperature=temperature, total_steps=total_steps, trainable=trainable, device=device
+    )

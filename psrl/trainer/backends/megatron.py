@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import MicroBatch, WeightShard
 from psrl.trainer.backends.core import (
     BackendCore,
+    TokenOutputs,
     compute_dtype,
     ensure_process_group,
     grid_of,
@@ -38,14 +38,15 @@ from psrl.trainer.backends.megatron_model import (
     local_weights,
     parallel_state,
 )
-from psrl.trainer.backends.vocab_parallel import vocab_parallel_log_probs
+from psrl.trainer.backends.vocab_parallel import VocabularyPart, part_entropies, part_log_probs
 
 
 class MegatronBackend(BackendCore):
     """Policy model, optimizer and learning-rate schedule of one trainer rank.
 
     `model` must be the same on every rank; each keeps its tensor-parallel part of it. ValueError, one sentence, for a model
-    that is no dense Llama, Qwen2 or Qwen3, or that the ranks cannot share evenly. The model stays in eval mode.
+    that is no dense Llama, Qwen2 or Qwen3, or that the ranks cannot share evenly. Not `trainable`: frozen, without an optimizer,
+    for `log_probs` only. The model stays in eval mode.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class MegatronBackend(BackendCore):
         *,
         temperature: float,
         total_steps: int | None = None,
+        trainable: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         device = torch.device(device)
@@ -88,7 +90,11 @@ class MegatronBackend(BackendCore):
             _checkpoint_activations(self._model.decoder.layers)
         self._rules: dict[str, Rule] = {}
         self._take_weights(model)
-        self._make_optimizer(actor)
+        if trainable:
+            self._own_weights(model)
+            self._make_optimizer(actor)
+        else:
+            self._model.requires_grad_(False)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """See TrainBackend. Collective. What several ranks hold alike is published once, each a part of the rows."""
@@ -122,7 +128,7 @@ class MegatronBackend(BackendCore):
 
     # ---- log-probs ---------------------------------------------------------------------------------------------
 
-    def _log_probs(self, batch: MicroBatch) -> torch.Tensor:
+    def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> TokenOutputs:
         """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
         places, rows = predictors_of(batch, targets), len(batch.input_ids)
@@ -133,15 +139,15 @@ class MegatronBackend(BackendCore):
             logits = self._model(batch.input_ids, None, shared_mask(batch.layout))[0]
         finally:
             self._predictors = self._model.rotary_pos_emb.positions = None
-        return grid_of(self._token_log_probs(logits, batch, targets), targets, batch.input_ids.shape)
-
-    def _token_log_probs(self, logits: torch.Tensor, batch: MicroBatch, targets: torch.Tensor) -> torch.Tensor:
-        tokens = batch.input_ids.flatten()[targets]
         start = self._tp_rank * logits.shape[-1]
+        part = VocabularyPart(start, self._tp_group) if self._tp_size > 1 else None
         logits = logits[:, : max(0, self._shape.vocab_size - start)]  # without the padding of the vocabulary
-        if self._tp_size == 1:
-            return token_log_probs(logits, tokens, self.temperature)
-        return vocab_parallel_log_probs(logits, tokens, self.temperature, start, self._tp_group)
+
+        def grid(values: torch.Tensor) -> torch.Tensor:
+            return grid_of(values, targets, batch.input_ids.shape)
+
+        log_probs = part_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature, part)
+        return grid(log_probs), grid(part_entropies(logits, self.temperature, part)) if entropy else None
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Before the output layer: [length, rows, hidden] -> [n, 1, hidden] at the places that predict the n targets."""
@@ -151,16 +157,21 @@ class MegatronBackend(BackendCore):
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _take_weights(self, source: PreTrainedModel) -> None:
-        """Copy this rank's part of the source. Where the layers compute in another dtype, the optimizer's weights are
-        tensors of their own, and gradients of micro-batches are added in their dtype."""
+        """Copy this rank's part of the source into the layers."""
         weights = local_weights(source, self._model, self._shape, self._tp_rank, self._tp_size)
         for name, seen in self._model.named_parameters():
             self._rules[name], weight = weights[name]
+            self._parameters[name] = seen
             with torch.no_grad():
                 seen.copy_(weight)
-            if seen.dtype == weight.dtype:
-                self._parameters[name] = seen
-            else:
+
+    def _own_weights(self, source: PreTrainedModel) -> None:
+        """Where the layers compute in another dtype than the source's, the optimizer has weights of its own in that one, and
+        gradients of micro-batches are added in it."""
+        weights = local_weights(source, self._model, self._shape, self._tp_rank, self._tp_size)
+        for name, seen in self._model.named_parameters():
+            _, weight = weights[name]
+            if seen.dtype != weight.dtype:
                 self._parameters[name] = own = weight.detach().clone().to(self._device).requires_grad_()
                 seen.register_post_accumulate_grad_hook(partial(_move_gradient, own))
 
@@ -185,7 +196,7 @@ class MegatronBackend(BackendCore):
         torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._grad_clip, norm.float())
         return float(norm)
 
-    def _after_step(self) -> None:
+    def _weights_changed(self) -> None:
         for name, seen in self._model.named_parameters():
             if seen is not self._parameters[name]:
                 with torch.no_grad():

@@ -1,0 +1,59 @@
+"""Scopes of fine-grain overlap that train before the whole buffer is there. See `step.recompute` for the one that does not.
+
+Both take optimizer steps while later parts still come. The old log-probs of a buffer are those of the weights at its start
+whatever has been stepped since, and a step that is interrupted goes back to there: hence `remember`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from psrl.trainer.arriving import ArrivingBatch, MiniBatch
+from psrl.trainer.backends.base import MicroBatch
+from psrl.trainer.chunks import Part
+from psrl.trainer.pipeline import Pipeline
+
+Steps = list[list[MicroBatch]]
+"""The micro-batches so far of each optimizer step of the buffer."""
+
+
+def pre_step(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> list[dict[str, float]]:
+    """Advantages of each part, and an optimizer step on each of its mini-batches."""
+    _remember(pipeline)
+    updates: list[dict[str, float]] = []
+    for part in parts:
+        minis = [pipeline.forward_passes(mini) for mini in batch.add(part)]
+        scored = pipeline.score(batch, [mini.batches for mini in minis])
+        updates += [pipeline.update(step) for step in scored]
+    return updates
+
+
+def accumulate(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> list[dict[str, float]]:
+    """Advantages and backward passes of each part; when a mini-batch is complete, its gradient is divided by all that is in it
+    and the optimizer step taken. Further epochs follow on the whole buffer."""
+    _remember(pipeline)
+    updates: list[dict[str, float]] = []
+    steps: Steps = []
+    for part in parts:
+        minis = [pipeline.forward_passes(mini) for mini in batch.add(part)]
+        scored = pipeline.score(batch, [mini.batches for mini in minis])
+        for mini, batches in zip(minis, scored, strict=True):
+            pipeline.accumulate(batches)
+            join(steps, replace(mini, batches=batches))
+            if mini.complete:
+                updates.append(pipeline.step_accumulated(steps[mini.number]))
+    return updates + [pipeline.update(step) for _ in range(1, pipeline.epochs) for step in steps]
+
+
+def join(steps: Steps, mini: MiniBatch) -> None:
+    """Add what has become ready to its step."""
+    if mini.number == len(steps):
+        steps.append([])
+    steps[mini.number] += mini.batches
+
+
+def _remember(pipeline: Pipeline) -> None:
+    """Nothing is stepped on before the end of a buffer that is one mini-batch."""
+    if pipeline.mini_batches > 1:
+        pipeline.actor.remember()
