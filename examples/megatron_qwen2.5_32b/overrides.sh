@@ -23,6 +23,7 @@ overrides=(
   data.max_response_length=8192
 
   train_actor_rollout_ref.actor.strategy=megatron
+  train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size=8
   train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
   train_actor_rollout_ref.actor.mixed_precision=bfloat16
   train_actor_rollout_ref.actor.gradient_checkpointing=true

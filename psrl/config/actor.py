@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from psrl.config.checkpoint import CheckpointConfig
+from psrl.config.fsdp import FSDPConfig
+from psrl.config.megatron import MegatronConfig
+
 
 @dataclass
 class OptimConfig:
@@ -31,7 +35,7 @@ class PolicyLossConfig:
 @dataclass
 class ActorConfig:
     strategy: str = "fsdp2"
-    """Trainer backend: fsdp2 | megatron (not in this version)."""
+    """Trainer backend: fsdp2 | megatron (needs the extra psrl[megatron]; dense Llama, Qwen2 and Qwen3)."""
     ppo_mini_batch_size: int | None = None
     """Groups an optimizer step; null: the whole buffer."""
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -75,7 +79,13 @@ class ActorConfig:
     """Compute dtype: float32 | bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    ulysses_sequence_parallel_size: int = 1
+    """fsdp2: trainer ranks that share each row, for long sequences; divides the trainer ranks and the attention heads. The
+    token budget of a micro-batch counts whole rows."""
     optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass

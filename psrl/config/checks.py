@@ -8,6 +8,7 @@ from typing import Any
 
 from psrl.config import algorithm_checks
 from psrl.config.algorithm_checks import check_algorithm
+from psrl.config.backend_checks import check_backend, has_megatron
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.overlap import GRANULARITIES, SCOPES
@@ -34,7 +35,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
     ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
-    ("train_actor_rollout_ref.actor.strategy", "megatron"): "fsdp2",
     ("algorithm.adv_estimator", "gae"): "reinforce_plus_plus",
 }
 """Values that a job can be planned with but that this version cannot run, and what there is instead."""
@@ -69,6 +69,11 @@ AT_LEAST: dict[str, float] = {
     "train_actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_epochs": 1,
+    "train_actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
+    "train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 1,
+    "train_actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 1,
+    "train_actor_rollout_ref.actor.megatron.context_parallel_size": 1,
+    "train_actor_rollout_ref.actor.megatron.expert_model_parallel_size": 1,
     "train_actor_rollout_ref.actor.optim.lr_warmup_steps": 0,
     "train_actor_rollout_ref.actor.optim.min_lr_ratio": 0,
     "trainer.total_training_steps": 1,
@@ -114,6 +119,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     check_sync(config)
     check_validation(config)
     redundancy = check_redundancy(config)
+    check_backend(config, megatron_installed=only_planned or has_megatron())
     algorithm_warnings = check_algorithm(config)
     overlap_notices = check_overlap(config)
     lacking = [

@@ -42,8 +42,12 @@ def chunk_size(granularity: str, multiplier: int, *, micro_batch: int, mini_batc
 
 
 def data_parallel_size(config: Config) -> int:
-    """Ranks that train on different samples."""
-    return config.psrl.deployment.train_nnodes * config.psrl.deployment.train_ngpus_per_node
+    """Groups of trainer ranks that train on different samples."""
+    ranks = config.psrl.deployment.train_nnodes * config.psrl.deployment.train_ngpus_per_node
+    actor = config.train_actor_rollout_ref.actor
+    megatron = actor.strategy == "megatron"
+    sharing = actor.megatron.tensor_model_parallel_size if megatron else actor.ulysses_sequence_parallel_size
+    return max(1, ranks // sharing)
 
 
 def effective_chunk(config: Config) -> ChunkSize:

@@ -60,7 +60,7 @@ class ArrivingBatch:
         least, shape = self._plan.settings.least_valid, reward_shape(self.config)
         ready = []
         for mini in minis:
-            mine = [ranks[self.actor.rank] for ranks in mini.batches]
+            mine = [ranks[self.actor.dp_rank] for ranks in mini.batches]
             needed = groups_needed(mine, self._index)
             self.groups |= {i: self.read(self.taken[i]) for i in needed if i not in self.groups}
             for i in needed:
@@ -88,7 +88,7 @@ def plan_settings(actor: TrainBackend, config: Config) -> PlanSettings:
         mini_groups=settings.ppo_mini_batch_size or config.psrl.staleness_buffer_entries,
         least_valid=least_valid_samples(config.algorithm.adv_estimator),
         micro_samples=None if settings.use_dynamic_bsz else settings.ppo_micro_batch_size_per_gpu,
-        num_ranks=actor.world_size,
+        num_ranks=actor.dp_size,
         max_tokens=settings.ppo_max_token_len_per_gpu,
         hidden_size=actor.hidden_size if settings.use_shared_prompt and actor.can_share_prompts else None,
     )

@@ -69,9 +69,16 @@ class Feed:
         self.checkpoint_version = version
         self.link.send(c.CheckpointDone(version=version, seconds=seconds))
 
-    def next(self, buffer: int, taken: int, count: int, alive: Callable[[], object]) -> Order:
+    def next(
+        self,
+        buffer: int,
+        taken: int,
+        count: int,
+        alive: Callable[[], object],
+        idle: Callable[[], object] = lambda: None,
+    ) -> Order:
         """Wait for the next `count` groups of `buffer` after the first `taken` (or for what is left of it; `count` 0: all of
-        that), for a drain or the end. `alive` is called at least every KEEPALIVE_S.
+        that), for a drain or the end. `alive` is called at least every KEEPALIVE_S, `idle` about once a second.
 
         Raises CoordinatorGoneError when no coordinator comes back in time."""
         self.wants = c.WantBuffer(buffer=buffer, incarnation=self.incarnation, taken=taken, count=count)
@@ -87,6 +94,7 @@ class Feed:
                     self.wants = None
                     return message
                 self._note(message)
+            idle()
             if time.monotonic() >= next_alive:
                 next_alive = time.monotonic() + KEEPALIVE_S
                 alive()

@@ -27,11 +27,13 @@ from psrl.telemetry.step_metrics import step_metrics
 from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, UPDATE, WAIT, Timeline
 from psrl.trainer import checkpoints
 from psrl.trainer.arrivals import Arrivals, InterruptedStepError
-from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.backends.core import BackendCore
+from psrl.trainer.backends.make import make_backend
 from psrl.trainer.chunks import chunk_plan
 from psrl.trainer.feed import Feed, Order, broadcast_order
 from psrl.trainer.objective import kl_control
 from psrl.trainer.rendezvous import init_process_group
+from psrl.trainer.saving import Saved, Saver
 from psrl.trainer.step import train_step
 from psrl.weights.channel.select import make_publisher
 
@@ -47,7 +49,7 @@ class Trainer:
         config = role.config
         self.role, self.rank, self.world_size = role, rank, world_size
         source = run_model(role.run_dir)
-        self.actor = FSDP2Backend(
+        self.actor = make_backend(
             load_causal_lm(source.path, config.model.dtype),
             config.train_actor_rollout_ref.actor,
             temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
@@ -61,8 +63,9 @@ class Trainer:
         self.metrics = MetricsWriter(role.run_dir.metrics) if rank == 0 else None
         self.timeline = Timeline(role.run_dir.timeline / f"{role.name}.{os.getpid()}.jsonl", "trainer", name=role.name)
         self.total_steps = config.trainer.total_training_steps
+        background = config.train_actor_rollout_ref.actor.checkpoint.async_save
+        self.saver = Saver(self.actor, role.run_dir.checkpoints, self.version, self._barrier, background=background)
         self.chunks = chunk_plan(config)
-        self.checkpoint_version = self.version
         self.timings: dict[str, float] = {}
         self.counters: dict[str, int] = {}
         """The coordinator's, with the last buffer."""
@@ -97,9 +100,10 @@ class Trainer:
             else:
                 log.info("the data is used up after %d steps", self.version)
             break
-        if self.checkpoint_version != self.version and may_save:
-            self._save()
-            self._mark_complete()
+        if may_save:
+            if self.saver.version != self.version:
+                self._save()
+            self._conclude(self.saver.wait())
         if self.feed is not None:
             self.feed.finish(self.version, drained=drained)
 
@@ -140,8 +144,7 @@ class Trainer:
             self.counters = counters
             self.metrics.write(step_metrics(groups, lags, self.timings, step=self.version, extra=extra))
         self.timings = {}
-        if due:  # last: a complete checkpoint promises that the rows of all its steps are there
-            self._mark_complete()
+        self._conclude(self.saver.finished())  # last: a complete checkpoint promises the rows of all its steps
 
     # ---- parts -----------------------------------------------------------------------------------------------
 
@@ -176,7 +179,13 @@ class Trainer:
     def _next_order(self, taken: int, count: int) -> Order:
         """See `Feed.next`; every rank asks and hears the same."""
         if self.feed is not None:
-            order = self.feed.next(self.version, taken, count, alive=lambda: broadcast_order(None, 0, self.world_size))
+            order = self.feed.next(
+                self.version,
+                taken,
+                count,
+                alive=lambda: broadcast_order(None, 0, self.world_size),
+                idle=lambda: self._conclude(self.saver.finished()),
+            )
             if isinstance(order, c.DrainNow) and self.save_s > order.grace_s / 2:
                 log.warning("no checkpoint: the last one took %.1f s, %.1f s are left", self.save_s, order.grace_s)
                 order = c.DrainNow(reason=order.reason, grace_s=0.0)  # every rank hears the same
@@ -201,28 +210,22 @@ class Trainer:
         self._timed("push_weights", PUSH, begun, version=self.version)
 
     def _save(self) -> None:
-        """All ranks write their shards of a checkpoint that is not complete yet."""
+        """Begin a checkpoint; what is timed is the wait for the one before and the copy."""
         begun = time.monotonic()
-        root = self.role.run_dir.checkpoints
-        if self.rank == 0:
-            checkpoints.begin(root, self.version, self.actor.checkpoint_bytes())
-        self._barrier()
-        self.actor.save(checkpoints.step_directory(root, self.version))
-        self._barrier()
+        self._conclude(self.saver.wait())
+        self.saver.begin(self.version, {} if self.kl is None else {"kl_coef": self.kl.coefficient})
         self._timed("save_checkpoint", CHECKPOINT, begun)
-        self.save_s = time.monotonic() - begun
 
-    def _mark_complete(self) -> None:
-        """Rank 0 marks the checkpoint complete and only then says so."""
-        if self.feed is not None:
-            root = self.role.run_dir.checkpoints
-            metadata = {"version": self.version, "incarnation": self.feed.incarnation, "seconds": round(self.save_s, 3)}
-            if self.kl is not None:
-                metadata["kl_coef"] = self.kl.coefficient
-            checkpoints.finish(checkpoints.step_directory(root, self.version), metadata)
-            self.feed.checkpointed(self.version, self.save_s)
-            checkpoints.prune(root, self.role.config.trainer.keep_last)
-        self.checkpoint_version = self.version
+    def _conclude(self, saved: Saved | None) -> None:
+        """Every rank has written: rank 0 marks the checkpoint complete and only then says so."""
+        if saved is None or self.feed is None:
+            return
+        self.save_s = saved.seconds
+        root = self.role.run_dir.checkpoints
+        metadata = {"version": saved.version, "incarnation": self.feed.incarnation, "seconds": round(self.save_s, 3)}
+        checkpoints.finish(checkpoints.step_directory(root, saved.version), metadata | saved.extra)
+        self.feed.checkpointed(saved.version, self.save_s)
+        checkpoints.prune(root, self.role.config.trainer.keep_last)
 
     def _barrier(self) -> None:
         if self.world_size > 1:
@@ -242,9 +245,9 @@ class Trainer:
             self.metrics.close()
 
 
-def make_reference(config: Config, path: Path) -> FSDP2Backend:
+def make_reference(config: Config, path: Path) -> BackendCore:
     """The initial weights, frozen: a resumed run starts from a checkpoint, its reference does not."""
-    return FSDP2Backend(
+    return make_backend(
         load_causal_lm(path, config.model.dtype),
         config.train_actor_rollout_ref.actor,
         temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,

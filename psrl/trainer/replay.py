@@ -1,7 +1,8 @@
 """Train on the buffers that a run recorded (trainer.keep_samples=True), without rollout: `python -m psrl.trainer.replay RUN_DIR`.
 
-The same samples in the same order give the same loss curve, on any number of ranks. Ranks are told by RANK and WORLD_SIZE
-and meet at STORE (a file that all can reach, needed for more than one).
+The same samples in the same order give the same loss curve, on any number of ranks and with any backend. Ranks are told by
+RANK and WORLD_SIZE and meet at STORE (a file that all can reach, needed for more than one). KEY=VALUE changes a key of the
+run's configuration, for example train_actor_rollout_ref.actor.strategy=megatron.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from psrl.config.algorithm_checks import needs_reference
 from psrl.config.schema import Config
@@ -29,7 +31,7 @@ from psrl.protocol.samples import Group
 from psrl.role import load_config
 from psrl.rundir.layout import RunDir
 from psrl.rundir.segments import read_sample
-from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.backends.make import make_backend
 from psrl.trainer.chunks import Part, chunk_plan, recorded_parts
 from psrl.trainer.main import make_reference, optimizer_steps
 from psrl.trainer.objective import kl_control
@@ -65,7 +67,7 @@ class Replay:
         self.run_dir = run_dir
         self.config = config or load_config(run_dir)
         torch.set_num_threads(self.config.psrl.deployment.train_cpu_threads)
-        self.actor = FSDP2Backend(
+        self.actor = make_backend(
             load_causal_lm(run_model(run_dir).path, self.config.model.dtype),
             self.config.train_actor_rollout_ref.actor,
             temperature=self.config.gen_actor_rollout_ref.rollout.temperature or 1.0,
@@ -93,16 +95,23 @@ class Replay:
         return _decode(read_sample(self.run_dir.samples, ref.segment, ref.offset, ref.length, ref.crc, deadline_s=0.0))
 
 
+def _changed(config: Config, overrides: Sequence[str]) -> Config:
+    merged = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides)))
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         store = dist.FileStore(os.environ["STORE"], world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    rows = list(Replay(RunDir(args.run_dir.resolve())).rows(args.steps))
+    run_dir = RunDir(args.run_dir.resolve())
+    rows = list(Replay(run_dir, _changed(load_config(run_dir), args.overrides)).rows(args.steps))
     if rank == 0:
         print("\n".join(json.dumps(row) for row in rows))
     return 0

@@ -1,7 +1,9 @@
 """A trainer of one or more ranks on a fixed little problem; run as a script it is one rank (RANK, WORLD_SIZE).
 
 `fsdp2_ranks.py '{"checkpoints": DIR, "init": FILE, "steps": 4, "save_at": [2]}'`: rank 0 prints the metrics of each
-step as a line of JSON.
+step as a line of JSON. "actor": settings of the actor, for example its strategy. "shards" and "log_probs": directories where
+each rank leaves its last weights and the log-probs of the first step. "background": checkpoints are written while training goes
+on; "killed": every rank kills itself where the last one would be marked complete, or is being written.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from psrl.algorithms.advantages import AdvantageOptions, grpo
 from psrl.algorithms.aggregation import Aggregation
 from psrl.algorithms.policy import PolicyLoss
 from psrl.algorithms.rollout_correction import Correction
+from psrl.config.fsdp import FSDPConfig
+from psrl.config.megatron import MegatronConfig
 from psrl.config.schema import ActorConfig, OptimConfig
 from psrl.protocol.samples import Group, Sample
 from psrl.trainer import checkpoints
 from psrl.trainer.backends.base import MicroBatch
-from psrl.trainer.backends.fsdp2 import FSDP2Backend
+from psrl.trainer.backends.core import BackendCore
+from psrl.trainer.backends.make import make_backend
 from psrl.trainer.batch import (
     build_micro_batches,
     count_loss_tokens,
@@ -39,15 +44,16 @@ from psrl.trainer.batch import (
 )
 from psrl.trainer.micro_batches import plan_micro_batches, trainable_samples
 from psrl.trainer.rows import separate_rows, shared_rows
+from psrl.trainer.saving import Saved, Saver
 
 VOCABULARY = 131  # odd: two ranks hold 66 and 65 rows
 
 
-def make_model(tied: bool = True, seed: int = 0) -> PreTrainedModel:
+def make_model(tied: bool = True, seed: int = 0, kv_heads: int = 2) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
+        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
 
@@ -84,7 +90,9 @@ def make_groups(step: int, num_groups: int = 3, size: int = 3) -> list[Group]:
     ]  # fmt: skip
 
 
-def make_batches(groups: list[Group], rank: int, world_size: int, cap: int, shared: bool = False) -> list[MicroBatch]:
+def make_batches(
+    groups: list[Group], rank: int, world_size: int, cap: int, shared: bool = False, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
     tokens = [
         [0 if s.reward is None else (len(g.prompt_ids) + len(s.response_ids)) // 4 for s in g.samples] for g in groups
     ]
@@ -99,9 +107,9 @@ def make_batches(groups: list[Group], rank: int, world_size: int, cap: int, shar
     mine = [[rows[i] for i in batch] for batch in plan.ranks[rank]]
     needed = groups_needed(mine, index)
     rewards = {g: rewards_of(groups[g], tokens[g], least_valid=2) for g in needed}
-    batches = build_micro_batches(mine, index, {g: groups[g] for g in needed}, rewards)
+    batches = build_micro_batches(mine, index, {g: groups[g] for g in needed}, rewards, device)
     estimated = grpo(sample_rewards(index, rewards), batches, AdvantageOptions(), list).advantages
-    return [replace(b, advantages=grid.float()) for b, grid in zip(batches, estimated, strict=True)]
+    return [replace(b, advantages=grid.float().to(device)) for b, grid in zip(batches, estimated, strict=True)]
 
 
 def token_tis(tokens: int, **changes) -> PolicyLoss:
@@ -110,14 +118,14 @@ def token_tis(tokens: int, **changes) -> PolicyLoss:
     return PolicyLoss(aggregation=Aggregation(tokens=tokens), correction=correction, **changes)
 
 
-def train_step(backend: FSDP2Backend, step: int, cap: int = 1024) -> dict[str, float]:
-    batches = make_batches(make_groups(step), backend.rank, backend.world_size, cap)
+def train_step(backend: BackendCore, step: int, cap: int = 1024) -> dict[str, float]:
+    batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap, device=backend._device)
     (tokens,) = backend.all_sum([count_loss_tokens(batches)])
     sums = backend.update(batches, token_tis(int(tokens)))
     return policy.finalise(sums) | {name: value for name, value in sums.items() if "/sums/" not in name}
 
 
-def save(backend: FSDP2Backend, root: Path, step: int, killed: bool = False) -> None:
+def save(backend: BackendCore, root: Path, step: int, killed: bool = False) -> None:
     path = checkpoints.step_directory(root, step)
     if backend.rank == 0:
         checkpoints.begin(root, step, backend.checkpoint_bytes())
@@ -132,32 +140,98 @@ def save(backend: FSDP2Backend, root: Path, step: int, killed: bool = False) -> 
         checkpoints.finish(path, {"version": step})
 
 
+def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor]:
+    """The log-probs of this rank's rows, with and without shared prompts, by the row's tokens."""
+    groups = make_groups(3, num_groups=4, size=5)
+    shared = [False, True] if backend.can_share_prompts else [False]
+    batches = [
+        b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s, backend._device)
+    ]
+    return {
+        tuple(ids[real].tolist()): values[mask].cpu()
+        for batch in batches
+        for ids, real, mask, values in zip(
+            batch.input_ids, batch.attention_mask, batch.loss_mask, backend.log_probs(batch), strict=True
+        )
+        if mask.any()
+    }
+
+
+def settings(task: dict) -> dict:
+    """Settings of the actor, nested ones as their dataclasses."""
+    given = dict(task.get("actor", {}))
+    kinds = {"megatron": MegatronConfig, "fsdp_config": FSDPConfig}
+    given |= {name: kind(**given[name]) for name, kind in kinds.items() if name in given}
+    return given | ({"optim": OptimConfig(lr=task["lr"])} if "lr" in task else {})
+
+
+def steps_with_save(backend: BackendCore, root: Path, task: dict) -> None:
+    for step in range(backend.steps, task["steps"]):
+        report(backend, train_step(backend, step, task.get("cap", 1024)))
+        if backend.steps in task["save_at"]:
+            save(backend, root, backend.steps, killed=task.get("killed", False))
+
+
+def steps_with_saver(backend: BackendCore, root: Path, task: dict) -> None:
+    """As the trainer does it."""
+    barrier = dist.barrier if backend.world_size > 1 else lambda: None
+    saver = Saver(backend, root, backend.steps, barrier, background=True)
+    for step in range(backend.steps, task["steps"]):
+        report(backend, train_step(backend, step, task.get("cap", 1024)))
+        mark_complete(backend, root, saver.finished())
+        if backend.steps in task["save_at"]:
+            mark_complete(backend, root, saver.wait())
+            saver.begin(backend.steps)
+            if task.get("killed") and backend.steps == task["save_at"][-1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+    mark_complete(backend, root, saver.wait())
+
+
+def mark_complete(backend: BackendCore, root: Path, saved: Saved | None) -> None:
+    if saved is not None and backend.rank == 0:
+        checkpoints.finish(checkpoints.step_directory(root, saved.version), {"version": saved.version})
+
+
+def report(backend: BackendCore, metrics: dict[str, float]) -> None:
+    if backend.rank == 0:
+        print(json.dumps(metrics), flush=True)
+
+
 def main(task: dict) -> None:
     torch.set_num_threads(1)
     world_size = int(os.environ["WORLD_SIZE"])
+    device = task.get("device", "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
     if world_size > 1:
         dist.init_process_group(
-            "gloo",
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
             init_method=f"file://{task['init']}",
             rank=int(os.environ["RANK"]),
             world_size=world_size,
             timeout=timedelta(seconds=120),
         )
-    actor = make_actor(**({"optim": OptimConfig(lr=task["lr"])} if "lr" in task else {}))
+    actor = make_actor(**settings(task))
     # A resumed run starts from other weights ("seed"), so that it is right only if the checkpoint replaces them.
-    backend = FSDP2Backend(make_model(seed=task.get("seed", 0)), actor, temperature=0.8)
+    backend = make_backend(
+        make_model(seed=task.get("seed", 0), kv_heads=task.get("kv_heads", 2)),
+        actor,
+        temperature=0.8,
+        device=device,
+    )
     root = Path(task["checkpoints"])
     found, _ = checkpoints.newest_complete(root)
     if found is not None:
         backend.load(found)
-    for step in range(backend.steps, task["steps"]):
-        metrics = train_step(backend, step, task.get("cap", 1024))
-        if backend.rank == 0:
-            print(json.dumps(metrics), flush=True)
-        if backend.steps in task["save_at"]:
-            save(backend, root, backend.steps, killed=task.get("killed", False))
+    if "log_probs" in task:
+        torch.save(log_probs_by_row(backend), Path(task["log_probs"]) / f"{backend.rank}.pt")
+    if task.get("background"):
+        steps_with_saver(backend, root, task)
+    else:
+        steps_with_save(backend, root, task)
     if "shards" in task:
-        torch.save(list(backend.weight_shards()), Path(task["shards"]) / f"{backend.rank}.pt")
+        shards = [replace(shard, local=shard.local.cpu()) for shard in backend.weight_shards()]
+        torch.save(shards, Path(task["shards"]) / f"{backend.rank}.pt")
     if world_size > 1:
         dist.destroy_process_group()
 

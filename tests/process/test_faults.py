@@ -197,7 +197,7 @@ def test_a_killed_trainer_rank_costs_no_prompt_and_trains_none_twice(new_run: Ne
     records = run.records()
     starts = of(records, Start)
     assert [s.incarnation for s in starts] == [0, 1]
-    assert saved.name == f"step_{starts[1].version}" and starts[1].version >= 4
+    assert saved.name == f"step_{starts[1].version}" and starts[1].version >= 2  # that of 4 may still be in the writing
     buffers = trained(records)
     assert sorted(group.prompt for groups in buffers.values() for group in groups) == list(range(96))
     assert [len(groups) for groups in buffers.values()] == [8] * 12

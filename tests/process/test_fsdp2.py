@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from backend_launch import launch
 from fsdp2_ranks import make_actor, make_batches, make_groups, make_model, save, token_tis, train_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from psrl.config.schema import OptimConfig
 from psrl.trainer import checkpoints
-from psrl.trainer.backends.fsdp2 import FSDP2Backend, row_range
+from psrl.trainer.backends.core import row_range
+from psrl.trainer.backends.fsdp2 import FSDP2Backend
 from psrl.trainer.batch import SampleIndex, build_micro_batches, count_loss_tokens
 
 pytestmark = pytest.mark.process
-
-SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
-DEADLINE_S = 180
 
 
 @pytest.fixture(autouse=True)
@@ -34,34 +29,6 @@ def one_thread():
     torch.set_num_threads(before)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def launch(tmp_path: Path, world_size: int, expect: int = 0, **task) -> list[dict[str, float]]:
-    """Run all ranks to their end; the metrics that rank 0 printed. Every process is gone when this returns."""
-    task = {"checkpoints": str(tmp_path / "checkpoints"), "init": str(tmp_path / f"init{os.urandom(4).hex()}"), **task}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(task)],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "PYTHONPATH": os.pathsep.join(sys.path),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=DEADLINE_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [p.returncode for p in processes] == [expect] * world_size, outputs[0][1] + outputs[-1][1]
-    return [json.loads(line) for line in outputs[0][0].splitlines() if line.startswith("{")]
 
 
 def stored(path: Path, tmp_path: Path) -> dict[str, torch.Tensor]:

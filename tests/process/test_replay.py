@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -35,10 +36,10 @@ def launch(run_dir: Path, *overrides: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def replayed(run_dir: Path, world_size: int, store: Path) -> list[dict[str, float]]:
+def replayed(run_dir: Path, world_size: int, store: Path, *overrides: str) -> list[dict[str, float]]:
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "psrl.trainer.replay", str(run_dir)],
+            [sys.executable, "-m", "psrl.trainer.replay", str(run_dir), *overrides],
             env=os.environ
             | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "STORE": str(store), "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
@@ -62,8 +63,42 @@ def test_one_rank_repeats_the_run_and_two_ranks_agree_with_it(recorded: Path, tm
     assert len({row["actor/pg_loss"] for row in one}) > 4  # a curve, not a constant
 
 
-@pytest.mark.parametrize("ps_mode", ["nixl", "filesystem"])
-def test_two_trainer_ranks_train_end_to_end(recorded: Path, tmp_path: Path, ps_mode: str) -> None:
+ACTOR = "train_actor_rollout_ref.actor"
+MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        pytest.param(2, ("fsdp_config.fsdp_size=1",), id="hsdp-2x1"),
+        pytest.param(2, ("ulysses_sequence_parallel_size=2",), id="ulysses-2"),
+        pytest.param(1, ("strategy=megatron",), marks=MEGATRON, id="megatron-tp1"),
+        pytest.param(
+            2, ("strategy=megatron", "megatron.tensor_model_parallel_size=2"), marks=MEGATRON, id="megatron-tp2"
+        ),
+    ],
+)
+def test_every_backend_gives_the_curve_of_the_run(
+    recorded: Path, tmp_path: Path, ranks: int, settings: tuple[str, ...]
+) -> None:
+    trained = [{name: row[name] for name in CURVE} for row in read_metrics(recorded / "metrics.jsonl")]
+    again = replayed(recorded, ranks, tmp_path / "store", *(f"{ACTOR}.{setting}" for setting in settings))
+    assert len(again) == 8
+    for row, other in zip(trained, again, strict=True):
+        assert other == pytest.approx(row, rel=TOLERANCE, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("ps_mode", "settings"),
+    [
+        ("nixl", ()),
+        ("filesystem", ()),
+        pytest.param("auto", ("strategy=megatron", "megatron.tensor_model_parallel_size=2"), marks=MEGATRON),
+    ],
+)
+def test_two_trainer_ranks_train_end_to_end(
+    recorded: Path, tmp_path: Path, ps_mode: str, settings: tuple[str, ...]
+) -> None:
     run_dir = tmp_path / "run"
     launch(
         run_dir,
@@ -71,9 +106,10 @@ def test_two_trainer_ranks_train_end_to_end(recorded: Path, tmp_path: Path, ps_m
         "psrl.deployment.train_ngpus_per_node=2",
         f"psrl.ps_mode={ps_mode}",
         "trainer.save_freq=4",
+        *(f"{ACTOR}.{setting}" for setting in settings),
     )
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["steps"] == 8 and summary["max_staleness"] <= 1
-    assert summary["transport"].split()[0] == ps_mode
+    assert ps_mode in (summary["transport"].split()[0], "auto")
     kl = [abs(row["rollout_corr/kl"]) for row in read_metrics(run_dir / "metrics.jsonl") if row["staleness/max"] == 0]
     assert kl and max(kl) < 1e-3  # what the instances sampled with is what the ranks trained: no stale or torn weights

@@ -22,6 +22,7 @@ class BigramBackend:
 
     def __init__(self, all_sum: Callable = list, rank=0, world_size=1, seed=0, lr=0.5, can_share_prompts=False) -> None:
         self.all_sum, self.rank, self.world_size, self.lr = all_sum, rank, world_size, lr
+        self.dp_rank, self.dp_size = rank, world_size
         self.can_share_prompts = can_share_prompts
         generator = torch.Generator().manual_seed(seed)
         self.table = torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()

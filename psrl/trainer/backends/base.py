@@ -77,9 +77,24 @@ LossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 [rows, length]. Returns (a scalar already divided by the *global* denominator, partial metrics as in `algorithms.metrics`)."""
 
 
+class PendingSave(Protocol):
+    """A checkpoint that is being written."""
+
+    def done(self) -> bool:
+        """Every rank has written its part, or it has failed. Does not block."""
+        ...
+
+    def wait(self) -> float:
+        """Block until it is done; returns when (time.monotonic) it was. RuntimeError on every rank when one failed."""
+        ...
+
+
 class TrainBackend(Protocol):
     rank: int
     world_size: int
+    dp_rank: int
+    """Which share of the micro-batches this rank has; ranks that share a model or a row have the same."""
+    dp_size: int
     hidden_size: int
     can_share_prompts: bool
     """Rows may hold several responses behind one prompt (`MicroBatch.layout`)."""
@@ -116,7 +131,7 @@ class TrainBackend(Protocol):
         ...
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
-        """Each value added over all ranks, for example a rank's trainable tokens."""
+        """Each value added over all data-parallel ranks, for example a rank's trainable tokens."""
         ...
 
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -129,5 +144,9 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, directory: Path) -> None: ...
+
+    def save_async(self, directory: Path) -> PendingSave:
+        """`save`, of the state at this moment, while training goes on."""
+        ...
 
     def load(self, directory: Path) -> None: ...

@@ -1,55 +1,44 @@
 """TrainBackend on PyTorch FSDP2 (`fully_shard`) for any Hugging Face causal model, on CPU (gloo) or CUDA (nccl).
 
-Rows are right-padded, so a causal model needs no padding mask: no real token ever looks at padding.
+Rows are right-padded, so a causal model needs no padding mask: no real token ever looks at padding. Weights are sharded over
+all ranks or, with replicas (HSDP), over groups of them; ranks may share rows too (`ulysses.py`).
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
-import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from psrl.algorithms.metrics import MetricSums, stack, unstack
-from psrl.algorithms.schedule import learning_rate
 from psrl.algorithms.token_entropy import token_entropies
 from psrl.algorithms.token_log_probs import token_log_probs
 from psrl.config.schema import ActorConfig
-from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
-from psrl.trainer.backends.remembered import Remembered
-
-logger = logging.getLogger(__name__)
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def row_range(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Rows [start, end) of a tensor that `rank` holds under FSDP2: ceil-sized chunks, the last ones short or empty.
-
-    `[row_range(5, r, 4) for r in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]`.
-    """
-    chunk = -(-num_rows // world_size)
-    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+from psrl.trainer.backends.base import MicroBatch, SharedLayout, WeightShard
+from psrl.trainer.backends.core import (
+    BackendCore,
+    TokenOutputs,
+    compute_dtype,
+    ensure_process_group,
+    grid_of,
+    local_part,
+    predictors_of,
+    row_range,
+    shared_mask,
+)
+from psrl.trainer.backends.ulysses import SIZE_KEY, Ulysses
 
 
-class FSDP2Backend:
+class FSDP2Backend(BackendCore):
     """Policy model, optimizer and learning-rate warm-up of one trainer rank.
 
     `model` must be the same on every rank (same weights); each keeps its shard only. A single rank that computes in
@@ -68,196 +57,95 @@ class FSDP2Backend:
         total_steps: int | None = None,
         trainable: bool = True,
         device: torch.device | str = "cpu",
-        mesh: DeviceMesh | None = None,
     ) -> None:
         device = torch.device(device)
-        self.temperature = temperature
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.steps = 0
-        """Optimizer steps taken so far, over all restarts."""
+        dtype = compute_dtype(actor.mixed_precision)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        sharing = actor.ulysses_sequence_parallel_size
+        rows_mesh = _rows_mesh(device, world_size, sharing) if sharing > 1 else None
+        super().__init__(
+            actor,
+            temperature=temperature,
+            total_steps=total_steps,
+            device=device,
+            dp_rank=rank // sharing,
+            dp_size=world_size // sharing,
+            dp_group=rows_mesh.get_group("dp") if rows_mesh else None,
+        )
         self.hidden_size = int(model.config.hidden_size)
         self.can_share_prompts = _can_share_prompts(model)
-        self._device = device
-        self._schedule = partial(
-            learning_rate,
-            peak=actor.optim.lr,
-            warmup_steps=actor.optim.lr_warmup_steps,
-            kind=actor.optim.lr_scheduler_type,
-            total_steps=total_steps,
-            min_ratio=actor.optim.min_lr_ratio,
-        )
-        self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
-        self._predictors: torch.Tensor | None = None
-        self._parts: list[MetricSums] = []
-        """Of the micro-batches whose gradients wait for `apply_gradients`."""
-        self._remembered: Remembered | None = None
-        self._remembered_steps = 0
         self._model = model.eval()
+        self._ulysses: Ulysses | None = None
+        if rows_mesh is not None:
+            if not self.can_share_prompts:
+                raise ValueError(f"{SIZE_KEY}={sharing} needs full attention in every layer: use 1 for this model")
+            self._ulysses = Ulysses(model, rows_mesh.get_group("sp"))
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
-        compute_dtype = _dtype(actor.mixed_precision)
-        if self.world_size > 1 or compute_dtype != model.dtype:
-            _shard(model, layers, compute_dtype, mesh or _default_mesh(device, self.world_size))
+        settings = actor.fsdp_config
+        offload = settings.param_offload and device.type != "cpu"
+        self._host_moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._offload_moments = settings.optimizer_offload and not offload and device.type != "cpu"
+        if world_size > 1 or dtype != model.dtype or offload:
+            _shard(model, layers, dtype, _shard_mesh(device, world_size, settings.fsdp_size), offload)
         else:
             model.to(device)  # type: ignore[arg-type]
         self._parameters = dict(model.named_parameters())
         if trainable:
             self._make_optimizer(actor)
+            self._put_moments_away()
         else:
             model.requires_grad_(False)
 
-    def _make_optimizer(self, actor: ActorConfig) -> None:
-        """AdamW with its moments allocated now, so that `load` has somewhere to load to."""
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=actor.optim.lr,
-            betas=(actor.optim.betas[0], actor.optim.betas[1]),
-            weight_decay=actor.optim.weight_decay,
-            fused=True,
-        )
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=self._device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-
-    @torch.no_grad()
-    def log_probs(self, batch: MicroBatch) -> torch.Tensor:
-        """See TrainBackend. Collective: every rank must call it equally often."""
-        return self._token_outputs(batch)[0]
-
-    def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
-        """See TrainBackend. All ranks must pass equally many micro-batches. No micro-batch at all: no step is taken.
-
-        A gradient that is not finite is not applied: the step is skipped on all ranks and `actor/skipped_steps` is 1.
-        """
-        self.accumulate(batches, loss_fn)
-        return self.apply_gradients()
-
-    def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
-        """See TrainBackend. All ranks must pass equally many micro-batches."""
-        for batch in batches:
-            loss, sums = loss_fn(*self._loss_inputs(batch, getattr(loss_fn, "needs_entropy", False)))
-            # FSDP averages gradients over ranks, while the loss is already divided by the global token count.
-            (loss * self.world_size).backward()
-            self._parts.append(sums)
-
-    def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
-        """See TrainBackend and `update`. Collective."""
-        parts, self._parts = self._parts, []
-        if not parts:
-            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
-        if divisor != 1.0:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(divisor)
-        norm = self._clip_gradients()
-        lr = self._learning_rate()
-        finite = math.isfinite(norm)
-        if finite:
-            self._step(lr)
-        else:
-            logger.warning("gradient norm is %s after %d optimizer steps: this step is skipped", norm, self.steps)
-        self._optimizer.zero_grad(set_to_none=True)
-        metrics = self._reduce(parts)
-        return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(not finite)}
-
-    def remember(self) -> None:
-        """See TrainBackend."""
-        if self._remembered is None:
-            moments = [self._optimizer.state[p][name] for p in self._parameters.values() for name in _MOMENTS]
-            self._remembered = Remembered(
-                map(_local, self._parameters.values()), map(_local, moments), changed=self._forget_gathered
-            )
-        self._remembered.take()
-        self._remembered_steps = self.steps
-
-    @contextmanager
-    def as_remembered(self) -> Iterator[None]:
-        """See TrainBackend. Costs nothing while no step was taken since."""
-        if self._remembered is None or self.steps == self._remembered_steps:
-            yield
-            return
-        with self._remembered.weights():
-            yield
-
-    def go_back(self) -> None:
-        """See TrainBackend."""
-        self._optimizer.zero_grad(set_to_none=True)
-        self._parts = []
-        if self._remembered is None or self.steps == self._remembered_steps:
-            return
-        self._remembered.go_back()
-        self._set_steps(self._remembered_steps)
-
-    def all_sum(self, values: Sequence[float]) -> list[float]:
-        """Each value added over all ranks (exact for integers below 2^53)."""
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return total.tolist()
-
     def weight_shards(self) -> Iterator[WeightShard]:
-        """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty. The tensors are
-        the live weights, not copies: use them before the next `update`."""
+        """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty, and replicas of a
+        shard publish a part of its rows each. The tensors are the live weights, not copies: use them before the next
+        `update`."""
         for name, parameter in self._parameters.items():
-            start, _ = row_range(parameter.shape[0], *self._shard_of(parameter))
-            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start, local=_local(parameter))
+            local = local_part(parameter)
+            (shard, shards), (replica, replicas) = _places(parameter)
+            start, _ = row_range(parameter.shape[0], shard, shards)
+            first, end = row_range(local.shape[0], replica, replicas)
+            rows = local[first:end]
+            yield WeightShard(name=name, full_shape=tuple(parameter.shape), row_start=start + first, local=rows)
 
-    def checkpoint_bytes(self) -> int:
-        """Size of one checkpoint, all ranks together: weights and two optimizer moments."""
-        return 3 * sum(p.numel() * p.element_size() for p in self._parameters.values())
-
-    def save(self, directory: Path) -> None:
-        """Write this rank's shards of weights and optimizer into `directory`, one file a rank, synced. Collective;
-        raises RuntimeError on every rank when one of them fails."""
-        with _checkpoint_errors(f"cannot write the checkpoint {directory}"):
-            dcp.save(self._state(), checkpoint_id=directory, no_dist=self.world_size == 1)
-
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, also with another number of ranks. Collective; raises RuntimeError on every rank
-        when one of them fails."""
-        state = self._state()
-        with _checkpoint_errors(f"cannot load the checkpoint {directory}"):
-            dcp.load(state, checkpoint_id=directory, no_dist=self.world_size == 1)
-        self._set_steps(int(state["steps"]))
-
-    def _set_steps(self, steps: int) -> None:
-        self.steps = steps
-        for parameter in self._parameters.values():
-            self._optimizer.state[parameter]["step"].fill_(steps)
-
-    def _forget_gathered(self) -> None:
-        """Weights that FSDP gathered for an earlier pass, and may keep for the next one, are not the weights any more."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def _loss_inputs(self, batch: MicroBatch, needs_entropy: bool) -> tuple[Any, ...]:
-        """What `loss_fn` is called with."""
-        log_probs, entropy = self._token_outputs(batch, needs_entropy)
-        return (log_probs, batch) if entropy is None else (log_probs, batch, entropy)
-
-    def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(log-probs, entropies if asked for), float32 [rows, length], 0 where nothing is trained. The model runs on all
-        tokens, its output layer only on the positions that predict a trainable token."""
+    def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> TokenOutputs:
+        """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
+        if self._ulysses is not None:
+            return self._outputs_of_part(batch, self._ulysses, entropy)
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
-        self._predictors = _predictors(batch, targets)
-        try:
-            logits = self._model(input_ids=batch.input_ids, use_cache=False, **_shared_inputs(batch.layout)).logits
-        finally:
-            self._predictors = None
+        inputs = {"input_ids": batch.input_ids, **_shared_inputs(batch.layout)}
+        logits = self._logits(inputs, predictors_of(batch, targets))
 
         def grid(values: torch.Tensor) -> torch.Tensor:
-            flat = values.new_zeros(batch.input_ids.numel()).index_copy(0, targets, values)
-            return flat.view(batch.input_ids.shape)
+            return grid_of(values, targets, batch.input_ids.shape)
 
         log_probs = token_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature)
         return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
+
+    def _outputs_of_part(self, batch: MicroBatch, ulysses: Ulysses, entropy: bool) -> TokenOutputs:
+        """The same where this rank runs a part of each row: it answers for the tokens that are predicted there."""
+        padded = ulysses.enter(batch)
+        targets = padded.loss_mask.flatten().nonzero().squeeze(-1)
+        inside, places = ulysses.mine(predictors_of(padded, targets), padded.input_ids.shape[1])
+        targets = targets[inside]
+        logits = self._logits(ulysses.inputs(padded), places)
+
+        def grid(values: torch.Tensor) -> torch.Tensor:
+            return ulysses.leave(grid_of(values, targets, padded.input_ids.shape), batch.input_ids.shape[1])
+
+        log_probs = token_log_probs(logits, padded.input_ids.flatten()[targets], self.temperature)
+        return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
+
+    def _logits(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary] at the flat `places` [n] of the input."""
+        self._predictors = places
+        try:
+            return self._model(use_cache=False, **inputs).logits
+        finally:
+            self._predictors = None
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the output layer: [rows, length, hidden] -> [n, hidden] at the places that predict the n targets."""
@@ -265,46 +153,45 @@ class FSDP2Backend:
             return None
         return (args[0].flatten(0, 1).index_select(0, self._predictors), *args[1:])
 
+    def _backward(self, loss: torch.Tensor) -> None:
+        """FSDP averages gradients over ranks, while the loss is already divided by the global token count."""
+        (loss * self.world_size).backward()
+
     def _clip_gradients(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._grad_clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _learning_rate(self) -> float:
-        return self._schedule(self.steps)
+    def _weights_changed(self) -> None:
+        """Weights that FSDP gathered for an earlier pass, and may keep for the next one, are not the weights any more."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _step(self, lr: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self.steps += 1
+        if not self._host_moments:
+            return super()._step(lr)
+        for parameter, moments in self._host_moments.items():
+            self._optimizer.state[parameter] |= {k: m.to(self._device) for k, m in moments.items()}
+        super()._step(lr)
+        for parameter, moments in self._host_moments.items():
+            for kind, host in moments.items():
+                host.copy_(self._optimizer.state[parameter][kind])
+            self._optimizer.state[parameter] |= moments
+        return None
 
-    def _reduce(self, parts: list[MetricSums]) -> dict[str, float]:
-        added, sums, extreme, maxima = stack(parts)
-        if self.world_size > 1:
-            dist.all_reduce(sums)
-            if extreme:
-                dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return unstack(added, sums, extreme, maxima)
+    def _put_moments_away(self) -> None:
+        """With `optimizer_offload` Adam's moments live in host memory, for good; the step works on copies."""
+        if self._offload_moments:
+            for parameter, state in self._optimizer.state.items():
+                self._host_moments[parameter] = {kind: state[kind].to("cpu") for kind in ("exp_avg", "exp_avg_sq")}
+                state |= self._host_moments[parameter]
 
-    def _shard_of(self, parameter: torch.Tensor) -> tuple[int, int]:
-        if isinstance(parameter, DTensor):
-            return parameter.device_mesh.get_local_rank(), parameter.device_mesh.size()
-        return 0, 1
+    def _tensors(self, kind: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The live tensors, so loading into them restores in place."""
+        return {f"{kind}.{name}": value for name, value in values.items()}
 
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds; the tensors are the live ones, so loading into it restores in place."""
-        state: dict[str, Any] = {"steps": torch.tensor(self.steps)}
-        for name, parameter in self._parameters.items():
-            moments = self._optimizer.state[parameter]
-            state[f"model.{name}"] = parameter.detach()
-            state[f"exp_avg.{name}"] = moments["exp_avg"]
-            state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-        return state
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, the live one."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    def _restore(self, kind: str, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: they are the same tensors."""
 
 
 def _can_share_prompts(model: PreTrainedModel) -> bool:
@@ -316,30 +203,9 @@ def _can_share_prompts(model: PreTrainedModel) -> bool:
     return known and kinds == {"full_attention"} and window is None and config._attn_implementation == "sdpa"
 
 
-def _predictors(batch: MicroBatch, targets: torch.Tensor) -> torch.Tensor:
-    """Flat places [n] whose output predicts the tokens at flat places `targets` [n]."""
-    if batch.layout is None:
-        return targets - 1
-    length = batch.input_ids.shape[1]
-    return targets - targets % length + batch.layout.predictors.flatten()[targets]
-
-
-def _shared_inputs(layout: SharedLayout | None) -> dict[str, torch.Tensor]:
-    """Positions and attention mask (bool [rows, 1, length, length], True: attend) for rows that share prompts."""
-    if layout is None:
-        return {}
-    segments = layout.segments
-    earlier = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
-    related = (segments[:, None, :] == 0) | (segments[:, None, :] == segments[:, :, None])
-    return {"position_ids": layout.positions, "attention_mask": (related & earlier)[:, None]}
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(
-            f"train_actor_rollout_ref.actor.mixed_precision is {name!r}; it must be one of {', '.join(_DTYPES)}"
-        )
-    return _DTYPES[name]
+def _shared_inputs(layout: SharedLayout | None) -> dict[str, torch.Tensor | None]:
+    """Positions and attention mask for rows that share prompts."""
+    return {} if layout is None else {"position_ids": layout.positions, "attention_mask": shared_mask(layout)}
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -373,27 +239,43 @@ def _checkpoint_activations(layers: list[torch.nn.Module]) -> None:
         layer.training = True
 
 
-@contextmanager
-def _checkpoint_errors(what: str) -> Iterator[None]:
-    """CheckpointException is no Exception, and a single process gets a warning about the missing process group."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield
-    except CheckpointException as error:
-        raise RuntimeError(f"{what}: {error}") from error
+def _places(parameter: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(this rank's shard, number of shards), (its place among those with the same shard, their number)."""
+    if not isinstance(parameter, DTensor):
+        return (0, 1), (0, 1)
+    mesh = parameter.device_mesh
+    shard = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    return shard, (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
 
 
-def _default_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
+def _rows_mesh(device: torch.device, world_size: int, sharing: int) -> DeviceMesh:
+    """Neighbouring ranks share rows."""
+    if world_size % sharing:
+        raise ValueError(f"{SIZE_KEY}={sharing} does not divide the {world_size} trainer ranks: choose a divisor")
+    ensure_process_group(device)
+    return init_device_mesh(device.type, (world_size // sharing, sharing), mesh_dim_names=("dp", "sp"))
 
 
-def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], compute_dtype: torch.dtype, mesh: DeviceMesh) -> None:
+def _shard_mesh(device: torch.device, world_size: int, fsdp_size: int) -> DeviceMesh:
+    """All ranks in one dimension or, with replicas, (replicas, shards)."""
+    ensure_process_group(device)
+    if fsdp_size < 0 or fsdp_size >= world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
+    if world_size % fsdp_size:
+        raise ValueError(
+            f"train_actor_rollout_ref.actor.fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} trainer ranks:"
+            " choose a divisor, or -1"
+        )
+    shape = (world_size // fsdp_size, fsdp_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(
+    model: PreTrainedModel, layers: list[torch.nn.Module], dtype: torch.dtype, mesh: DeviceMesh, offload: bool
+) -> None:
     """Shard each decoder layer, then what is left (embeddings, final norm, output layer) as one root group."""
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=place)

@@ -1,0 +1,181 @@
+"""A Megatron-core GPT model from a Hugging Face one: its configuration, its layer spec, and the two parts of our own.
+
+Megatron's attention and rotary embedding expect CUDA and rows that start at position 0. Ours run wherever PyTorch runs, and
+take positions and masks from the micro-batch, so that several responses may stand behind one prompt.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
+
+with warnings.catch_warnings():  # without Apex and TransformerEngine it says so at length, and works
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+from psrl.trainer.backends.hf_mapping import Dense, Rule, block, join_local, padded_vocabulary, rules
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings whose frequencies do not depend on the length and that leave the attention scores alone."""
+SIZE_KEY = "train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+LocalWeights = dict[str, tuple[Rule, torch.Tensor]]
+OTHER = "use train_actor_rollout_ref.actor.strategy=fsdp2"
+
+
+def dense_shape(config: PretrainedConfig, size: int) -> Dense:
+    """The sizes of a Hugging Face model for `size` tensor-parallel ranks; ValueError, one sentence, for what cannot be."""
+    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
+    bias = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(f"the megatron backend trains {', '.join(MODEL_TYPES)}, not {config.model_type}: {OTHER}")
+    if kinds != {"full_attention"} or bias or config.hidden_act != "silu" or rope not in ROPE_TYPES:
+        raise ValueError(
+            f"this {config.model_type} model has attention of the kinds {sorted(kinds)}, biases={bool(bias)}, activation "
+            f"{config.hidden_act} and rope type {rope}; the megatron backend has full attention, no biases, silu and "
+            f"{'/'.join(ROPE_TYPES)} only: {OTHER}"
+        )
+    divided = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "hidden size": config.hidden_size,
+        "feed-forward size": config.intermediate_size,
+    }
+    for what, number in divided.items():
+        if number % size:
+            raise ValueError(f"{SIZE_KEY}={size} does not divide the model's {what} ({number}): choose a divisor")
+    return Dense(
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        qkv_bias=config.model_type == "qwen2",
+        qk_norm=config.model_type == "qwen3",
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def build_gpt_model(source: PreTrainedModel, shape: Dense, size: int, dtype: torch.dtype) -> GPTModel:
+    """An uninitialised model of `size` tensor-parallel ranks; `local_weights` fill it. Needs Megatron's process groups."""
+    config = source.config
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is deprecated in Megatron's own calls
+        model = GPTModel(
+            _transformer_config(config, shape, size, dtype),
+            spec,
+            vocab_size=padded_vocabulary(shape.vocab_size, size),
+            max_sequence_length=config.max_position_embeddings,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+        )
+    model = model.to(dtype).eval()  # Megatron makes norms in float32
+    model.rotary_pos_emb = Rotary(source.get_decoder().rotary_emb.inv_freq.detach().float().clone())
+    return model
+
+
+def local_weights(source: PreTrainedModel, model: GPTModel, shape: Dense, rank: int, size: int) -> LocalWeights:
+    """This rank's part of `source` for each parameter of `model`, with its rule, in the model's order. Tensors may be views
+    of the source's. ValueError if the two models have different tensors."""
+    theirs = dict(source.named_parameters())
+    ours = [name for name, _ in model.named_parameters()]
+    found = {rule.megatron: rule for rule in rules(shape)}
+    covered = {name for rule in found.values() for name in rule.hugging_face}
+    if found.keys() != set(ours) or covered != theirs.keys():
+        different = sorted((found.keys() ^ set(ours)) | (covered ^ theirs.keys()))
+        raise ValueError(f"{type(source).__name__} has tensors that the megatron backend does not map: {different[:3]}")
+
+    def part(rule: Rule) -> torch.Tensor:
+        blocks = [block(theirs[name].detach(), rule.dim, rank, size) for name in rule.hugging_face]
+        return join_local(rule, blocks, shape, size)
+
+    return {name: (found[name], part(found[name])) for name in ours}
+
+
+def init_model_parallel(size: int) -> None:
+    """Megatron's process groups. They are global to a process; a second model must ask for the same size."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    elif parallel_state.get_tensor_model_parallel_world_size() != size:
+        raise ValueError(f"{SIZE_KEY}={size}, but another model of this process has another tensor-parallel size")
+
+
+def _transformer_config(config: PretrainedConfig, shape: Dense, size: int, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=size,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+class Rotary(torch.nn.Module):
+    """Angles of a micro-batch: positions 0, 1, 2, ... of every row, or `positions` [rows, length] where they are set."""
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.positions: torch.Tensor | None = None
+
+    def get_rotary_seq_len(self, _context: Any, _transformer: Any, hidden: torch.Tensor, *_: Any) -> int:
+        """Megatron asks for the length first: hidden states are [length, rows, hidden]."""
+        return hidden.size(0)
+
+    def forward(self, length: int, **_: Any) -> torch.Tensor:
+        """float32 [length, 1 or rows, 1, head_dim]."""
+        frequencies: torch.Tensor = self.frequencies  # type: ignore[assignment]
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(length, device=frequencies.device)[None]
+        angles = positions.t()[..., None].float() * frequencies
+        return torch.cat([angles, angles], dim=-1)[:, :, None]
+
+
+class SDPAttention(torch.nn.Module):
+    """PyTorch's attention kernel in Megatron's layout: causal, or with a mask bool [rows, 1, length, length]."""
+
+    def __init__(self, *, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **_: Any
+    ) -> torch.Tensor:
+        """query [length, rows, heads, d], key and value with fewer heads -> [length, rows, heads x d]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,160 @@
+"""Every backend and every way to spread it over ranks: the same log-probs, loss curve, weights and checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_launch import launch
+from fsdp2_ranks import log_probs_by_row, make_actor, make_model, save, settings, train_step
+
+from psrl.trainer.backends.base import WeightShard
+from psrl.trainer.backends.core import BackendCore
+from psrl.trainer.backends.make import make_backend
+
+pytestmark = pytest.mark.process
+
+STEPS, SAVED_AT = 4, 2
+MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    world_size: int
+    actor: dict[str, Any] = field(hash=False)
+
+
+VARIANTS = [
+    pytest.param(Variant("fsdp2-2", 2, {})),
+    pytest.param(Variant("hsdp-2x1", 2, {"fsdp_config": {"fsdp_size": 1}})),
+    pytest.param(Variant("ulysses-2", 2, {"ulysses_sequence_parallel_size": 2})),
+    pytest.param(Variant("megatron-1", 1, {"strategy": "megatron"}), marks=MEGATRON),
+    pytest.param(
+        Variant("megatron-tp2", 2, {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}}),
+        marks=MEGATRON,
+    ),
+    pytest.param(Variant("megatron-dp2", 2, {"strategy": "megatron"}), marks=MEGATRON),
+]
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+
+
+@dataclass
+class Ran:
+    """What the ranks of a variant left: the loss curve of rank 0, log-probs by row, shards of the last weights, checkpoints."""
+
+    curve: list[dict[str, float]]
+    log_probs: list[dict[tuple[int, ...], torch.Tensor]]
+    shards: list[list[WeightShard]]
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory):
+    """Each variant runs once."""
+
+    @cache
+    def run(variant: Variant) -> Ran:
+        tmp = tmp_path_factory.mktemp(variant.name)
+        for name in ("shards", "log_probs"):
+            (tmp / name).mkdir()
+        curve = launch(
+            tmp,
+            variant.world_size,
+            steps=STEPS,
+            save_at=[SAVED_AT],
+            cap=15,
+            actor=variant.actor,
+            shards=str(tmp / "shards"),
+            log_probs=str(tmp / "log_probs"),
+        )
+        left = {
+            name: [torch.load(tmp / name / f"{rank}.pt", weights_only=False) for rank in range(variant.world_size)]
+            for name in ("shards", "log_probs")
+        }
+        return Ran(curve, left["log_probs"], left["shards"], tmp / "checkpoints" / f"step_{SAVED_AT}")
+
+    return run
+
+
+def single(actor: dict[str, Any] | None = None, seed: int = 0) -> BackendCore:
+    return make_backend(make_model(seed=seed), make_actor(**settings({"actor": actor or {}})), temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[BackendCore, list[dict[str, float]]]:
+    """FSDP2 on one rank, after all steps, which is plain PyTorch (test_fsdp2.py compares it with autograd)."""
+    backend = single()
+    return backend, [train_step(backend, step, cap=1024) for step in range(STEPS)]
+
+
+@every_variant
+def test_log_probs_are_those_of_one_rank(variant, ran):
+    expected = log_probs_by_row(single())
+    got: dict[tuple[int, ...], torch.Tensor] = {}
+    for rank in ran(variant).log_probs:
+        for row, values in rank.items():
+            torch.testing.assert_close(got.setdefault(row, values), values, rtol=0, atol=0)
+    assert got.keys() == expected.keys()
+    for row, values in expected.items():
+        torch.testing.assert_close(got[row], values, rtol=0, atol=1e-4)
+
+
+@every_variant
+def test_the_loss_curve_is_that_of_one_rank(variant, ran, reference):
+    _, expected = reference
+    assert len({row["actor/pg_loss"] for row in expected}) == STEPS
+    for ours, other in zip(ran(variant).curve, expected, strict=True):
+        assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
+
+
+@every_variant
+def test_published_shards_cover_the_trained_weights_once(variant, ran, reference):
+    backend, _ = reference
+    ranks = ran(variant).shards
+    names = [shard.name for shard in ranks[0]]
+    assert all([shard.name for shard in rank] == names for rank in ranks)
+    weights = {shard.name: shard.local for shard in backend.weight_shards()}
+    assert set(names) == weights.keys()
+    for parts in zip(*ranks, strict=True):
+        full = torch.full(parts[0].full_shape, torch.nan)
+        for part in parts:
+            rows = full[part.row_start : part.row_start + len(part.local)]
+            assert rows.isnan().all(), f"{part.name} is published twice"
+            rows.copy_(part.local)
+        torch.testing.assert_close(full, weights[parts[0].name], rtol=0, atol=5e-5)
+
+
+@every_variant
+def test_its_checkpoint_goes_on_in_fsdp2_on_one_rank(variant, ran, reference):
+    backend = single(seed=1)
+    backend.load(ran(variant).checkpoint)
+    assert backend.steps == SAVED_AT
+    for step in range(SAVED_AT, STEPS):
+        assert train_step(backend, step) == pytest.approx(reference[1][step], rel=2e-4, abs=2e-6)
+
+
+@every_variant
+def test_a_checkpoint_of_fsdp2_goes_on_in_it(variant, tmp_path, reference):
+    before = single()
+    for step in range(SAVED_AT):
+        train_step(before, step)
+    path = tmp_path / "checkpoints" / f"step_{SAVED_AT}"
+    path.parent.mkdir()
+    save(before, path.parent, SAVED_AT)
+    curve = launch(tmp_path, variant.world_size, steps=STEPS, save_at=[], cap=15, seed=1, actor=variant.actor)
+    for ours, other in zip(curve, reference[1][SAVED_AT:], strict=True):
+        assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
+
+
+def test_ulysses_with_fewer_key_value_heads_than_ranks(tmp_path):
+    expected = make_backend(make_model(kv_heads=1), make_actor(), temperature=0.8)
+    curve = [train_step(expected, step) for step in range(2)]
+    ulysses = {"ulysses_sequence_parallel_size": 2}
+    for ours, other in zip(launch(tmp_path, 2, steps=2, save_at=[], kv_heads=1, actor=ulysses), curve, strict=True):
+        assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)

@@ -1,0 +1,125 @@
+"""The backends on a GPU: the log-probs and loss curve of the CPU, and what offloading to host memory saves."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+
+import pytest
+import torch
+from backend_launch import launch
+from fsdp2_ranks import log_probs_by_row, make_actor, make_model, settings, train_step
+from test_backends import VARIANTS as ALL
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from psrl.algorithms.policy import PolicyLoss
+from psrl.trainer.backends.base import MicroBatch
+from psrl.trainer.backends.core import BackendCore
+from psrl.trainer.backends.make import make_backend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+VARIANTS = [
+    pytest.param({}, id="fsdp2"),
+    pytest.param({"fsdp_config": {"param_offload": True}}, id="param_offload"),
+    pytest.param({"fsdp_config": {"optimizer_offload": True}}, id="optimizer_offload"),
+    pytest.param({"strategy": "megatron"}, marks=MEGATRON, id="megatron"),
+]
+SPREAD = [variant for variant in ALL if variant.values[0].world_size == 2]
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def exact_and_alone():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+
+
+def on(device: str, seed: int = 0, **actor) -> BackendCore:
+    return make_backend(make_model(seed=seed), make_actor(**settings({"actor": actor})), temperature=0.8, device=device)
+
+
+@pytest.mark.parametrize("actor", VARIANTS)
+def test_log_probs_curve_and_checkpoint_are_those_of_the_cpu(actor, tmp_path):
+    cpu, gpu = on("cpu"), on("cuda", **actor)
+    expected, got = log_probs_by_row(cpu), log_probs_by_row(gpu)
+    assert got.keys() == expected.keys()
+    for row, values in expected.items():
+        torch.testing.assert_close(got[row], values, rtol=0, atol=1e-4)
+    for step in range(2):
+        assert train_step(gpu, step) == pytest.approx(train_step(cpu, step), rel=5e-4, abs=1e-5)
+    pending = gpu.save_async(tmp_path / "state")
+    pending.wait()
+    again = on("cuda", seed=1, **actor)
+    again.load(tmp_path / "state")
+    for step in range(2, STEPS):
+        expected = pytest.approx(train_step(cpu, step), rel=5e-4, abs=1e-5)
+        assert train_step(gpu, step) == expected
+        assert train_step(again, step) == expected
+    shards = {s.name: s.local.cpu() for s in gpu.weight_shards()}
+    for shard in cpu.weight_shards():
+        torch.testing.assert_close(shards[shard.name], shard.local, rtol=0, atol=5e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+@pytest.mark.parametrize("variant", SPREAD, ids=lambda variant: variant.name)
+def test_two_gpus_train_like_one_cpu_rank(variant, tmp_path):
+    for name in ("shards", "log_probs"):
+        (tmp_path / name).mkdir()
+    curve = launch(
+        tmp_path, 2, steps=STEPS, save_at=[2], cap=15, device="cuda", background=True, actor=variant.actor,
+        shards=str(tmp_path / "shards"), log_probs=str(tmp_path / "log_probs"),
+    )  # fmt: skip
+    cpu = on("cpu")
+    for row, values in log_probs_by_row(cpu).items():
+        ranks = [torch.load(tmp_path / "log_probs" / f"{rank}.pt", weights_only=False) for rank in range(2)]
+        got = [rank[row] for rank in ranks if row in rank]
+        assert got
+        for other in got:
+            torch.testing.assert_close(other, values, rtol=0, atol=1e-4)
+    for ours in curve:
+        assert ours == pytest.approx(train_step(cpu, cpu.steps), rel=5e-4, abs=1e-5)
+    weights = {shard.name: shard.local for shard in cpu.weight_shards()}
+    parts = [torch.load(tmp_path / "shards" / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    for shard in (shard for rank in parts for shard in rank):
+        rows = weights[shard.name][shard.row_start : shard.row_start + len(shard.local)]
+        torch.testing.assert_close(shard.local, rows, rtol=0, atol=1e-4)
+    assert sum(shard.local.numel() for rank in parts for shard in rank) == sum(w.numel() for w in weights.values())
+    again = on("cpu", seed=1)
+    again.load(tmp_path / "checkpoints" / "step_2")
+    assert train_step(again, 2) == pytest.approx(curve[2], rel=5e-4, abs=1e-5)
+
+
+def peak_gib(**actor) -> float:
+    """GPU memory of a 0.2 B model with its optimizer and one step."""
+    gc.collect()  # backends before this one
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    config = Qwen3Config(
+        vocab_size=32000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    backend = make_backend(
+        AutoModelForCausalLM.from_config(config),
+        make_actor(mixed_precision="bfloat16", gradient_checkpointing=True, **settings({"actor": actor})),
+        temperature=1.0,
+        device="cuda",
+    )
+    torch.cuda.reset_peak_memory_stats()
+    ids = torch.randint(0, 32000, (16, 1024), device="cuda")
+    full = torch.ones(16, 1024, device="cuda")
+    mask = full.bool()
+    mask[:, :8] = False
+    metrics = backend.update([MicroBatch(ids, full.bool(), mask, full, full)], PolicyLoss(global_tokens=16 * 1016))
+    assert metrics["actor/skipped_steps"] == 0
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def test_offloading_saves_gpu_memory():
+    plain = peak_gib()
+    moments = peak_gib(fsdp_config={"optimizer_offload": True})
+    everything = peak_gib(fsdp_config={"param_offload": True})
+    print(f"peak GiB: plain {plain:.2f}, optimizer_offload {moments:.2f}, param_offload {everything:.2f}")
+    assert moments < plain - 1.0  # Adam's moments of 0.18 B float32 weights are 1.4 GiB, away while activations peak
+    assert everything < plain - 2.0  # and weights and gradients another 1.4

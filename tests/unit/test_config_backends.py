@@ -1,0 +1,82 @@
+"""What the trainer backends refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from psrl.config.backend_checks import check_backend
+from psrl.config.errors import ConfigError
+from psrl.config.schema import Config
+
+pytestmark = pytest.mark.unit
+
+
+def config(ranks: tuple[int, int] = (1, 4), **actor) -> Config:
+    made = Config()
+    made.psrl.deployment.train_nnodes, made.psrl.deployment.train_ngpus_per_node = ranks
+    settings = made.train_actor_rollout_ref.actor
+    for name, value in actor.items():
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                setattr(getattr(settings, name), key, inner)
+        else:
+            setattr(settings, name, value)
+    return made
+
+
+REFUSED = [
+    (
+        {"strategy": "megatron", "megatron": {name: 2}},
+        rf"actor\.megatron\.{name}=2 is not in this version of psrl: use 1",
+    )
+    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+] + [
+    (
+        {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 3}},
+        r"tensor_model_parallel_size=3 does not divide the 4 trainer ranks .*: choose a divisor",
+    ),
+    (
+        {"megatron": {"tensor_model_parallel_size": 2}},
+        r"tensor_model_parallel_size=2 has no meaning with .*strategy=fsdp2",
+    ),
+    (
+        {"ulysses_sequence_parallel_size": 3},
+        r"ulysses_sequence_parallel_size=3 does not divide the 4 trainer ranks",
+    ),
+    *(
+        ({"fsdp_config": {"fsdp_size": size}}, rf"fsdp_size={size} does not divide the 4 trainer ranks .* or -1")
+        for size in (0, -2, 3, 8)
+    ),
+    (
+        {"strategy": "megatron", "ulysses_sequence_parallel_size": 2},
+        r"ulysses_sequence_parallel_size=2 has no meaning with .*strategy=megatron: leave it at 1",
+    ),
+    (
+        {"strategy": "megatron", "fsdp_config": {"param_offload": True}},
+        r"param_offload=True has no meaning with .*strategy=megatron",
+    ),
+]
+
+
+@pytest.mark.parametrize(("actor", "message"), REFUSED)
+def test_refused(actor, message):
+    with pytest.raises(ConfigError, match=message):
+        check_backend(config(**actor), megatron_installed=True)
+
+
+def test_a_missing_package_is_one_sentence():
+    with pytest.raises(ConfigError, match=r"megatron-core package is not installed: `pip install 'psrl\[megatron\]'`"):
+        check_backend(config(strategy="megatron"), megatron_installed=False)
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [
+        {},
+        {"ulysses_sequence_parallel_size": 2, "fsdp_config": {"fsdp_size": 2}},
+        {"strategy": "megatron"},
+        {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
+    ],
+)
+def test_accepted(actor):
+    check_backend(config(**actor), megatron_installed=True)
