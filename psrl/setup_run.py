@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from psrl.config.checks import check_resume
+from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.schema import Config
 from psrl.outcome import COMPLETED, Outcome, read_outcome
@@ -22,6 +23,7 @@ from psrl.rundir.keys import create_keys
 from psrl.rundir.layout import RunDir
 from psrl.rundir.publish import write_atomic
 from psrl.rundir.snapshot import snapshot_code
+from psrl.telemetry.record import SIMULATION
 
 
 def choose_run_dir(config: Config) -> Path:
@@ -43,6 +45,8 @@ def completed_before(run_dir: RunDir, config: Config) -> Outcome | None:
     Raises ConfigError if the directory was started with a configuration that this one cannot go on from."""
     if not run_dir.config.exists():
         return None
+    if (run_dir.path / SIMULATION).exists():
+        raise ConfigError(f"run_dir={run_dir.path} holds a simulation: a run needs a directory of its own.")
     check_resume(flatten(_plain(load_config(run_dir))), flatten(_plain(config)))
     previous, steps = read_outcome(run_dir), config.trainer.total_training_steps
     if previous is None or previous.status != COMPLETED or (steps is not None and steps > previous.version):

@@ -13,6 +13,8 @@ from psrl.config.errors import ConfigError
 from psrl.config.simulation import LengthConfig, SimulationConfig
 from psrl.config.simulation_checks import check_simulation
 from psrl.cost_model.files import load_cost_model
+from psrl.rundir.layout import RunDir
+from psrl.setup_run import completed_before
 from psrl.simulate.__main__ import main
 from psrl.simulate.calibrate import (
     between_roles,
@@ -216,6 +218,8 @@ def test_a_simulation_leaves_a_report_and_a_clean_ledger(tmp_path: Path, capsys:
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 6
     assert audit([str(run_dir)]) == 0
     assert main(command) == 2, "a directory is used once"
+    with pytest.raises(ConfigError, match="holds a simulation"):
+        completed_before(RunDir(run_dir), compose_simulation(LAPTOP)[0])
 
 
 def test_a_sweep_has_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
