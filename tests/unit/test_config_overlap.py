@@ -57,6 +57,15 @@ def test_a_chunk_is_clamped_to_the_next_level(granularity: str, multiplier: int,
     assert effective_chunk(composed(**{GRANULARITY: granularity, MULTIPLIER: multiplier})) == expected
 
 
+@pytest.mark.parametrize(
+    ("shared", "samples"),
+    [({}, 16), ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, 8), ({f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.tensor_model_parallel_size": 4}, 4)],
+)  # fmt: skip
+def test_ranks_that_share_a_sequence_or_a_tensor_count_once(shared: dict[str, object], samples: int) -> None:
+    asked = composed(**{GRANULARITY: "micro_batch", "psrl.deployment.train_ngpus_per_node": 8, **shared})
+    assert effective_chunk(asked) == ChunkSize("micro_batch", samples)
+
+
 def test_the_greedy_sample_of_remax_belongs_to_its_group() -> None:
     config = composed(**{GRANULARITY: "mini_batch", "algorithm.adv_estimator": "remax"})
     assert effective_chunk(config) == ChunkSize("mini_batch", 20)
