@@ -25,7 +25,7 @@ PARTIAL = (True, False)
 REDUNDANT = (False, True)
 ROUTERS = ("request_num_balance", "throughput_optimal", "profile=reasoning")
 """The last one is request_num_balance with what the shipped profile adds: migration, and an engine that preempted hands its queue back."""
-GROUPS, SAMPLES = 256, 8
+GROUPS, SAMPLES = 128, 8
 ASSUMED = [
     "preset=cluster",
     "task=chain_sum",
@@ -33,11 +33,12 @@ ASSUMED = [
     f"psrl.rollout_n={SAMPLES}",
     "psrl.deployment.n_rollout_instances=16",
     "psrl.deployment.rollout_ngpus_per_node_per_instance=2",
-    "psrl.deployment.train_nnodes=6",
+    "psrl.deployment.train_nnodes=4",
     "psrl.deployment.train_ngpus_per_node=8",
     "data.max_prompt_length=1024",
     "data.max_response_length=16384",
-    "gen_actor_rollout_ref.rollout.max_num_seqs=256",
+    # About as many as the KV cache holds of half-finished responses: with more the engines preempt and prefill again all the time.
+    "gen_actor_rollout_ref.rollout.max_num_seqs=96",
     # Two 80 GB GPUs, 90% of them, less 64 GB of bf16 weights, at 64 layers x 8 KV heads x 128 x 2 x 2 bytes a token.
     "gen_actor_rollout_ref.rollout.kv_cache_tokens=300000",
     "algorithm.rollout_correction.rollout_is=token",
@@ -66,6 +67,8 @@ class Case:
             f"{c}.partial_rollout.enable={self.partial}",
             f"+{self.router}" if self.router.startswith("profile") else f"{c}.routing_strategy.method={self.router}",
         ]
+        if self.router.startswith("profile") and not self.partial:
+            own.append(f"{c}.sync_and_mig_strategy.mig.enable=False")  # a migrated request is a partial one
         if self.redundant:
             own += [
                 f"{c}.redundant_rollout.enable=True",
@@ -89,7 +92,7 @@ def ceilings(steps: int) -> tuple[float, float]:
     """(trainer, rollout) seconds a step if that side never waited: the trainer's own time on the tokens of a step, and
     instances that always have enough to do and never stop for new weights, under the best of the routers."""
     free = [f"simulation.costs.{name}=0" for name in ("push_s", "pull_s", "switch_s", "train_s_per_token")]
-    alone = [run(Case(10, False, False, router), steps, *free) for router in ROUTERS]
+    alone = [run(Case(4, False, False, router), steps, *free) for router in ROUTERS]
     rollout = min(alone, key=lambda r: r.step_s)
     config, simulation = compose_simulation([*ASSUMED])
     costs = make_costs(config, simulation.costs)
