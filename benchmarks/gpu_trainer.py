@@ -1,0 +1,203 @@
+"""The update step on a GPU: model FLOPs utilisation and peak memory of each backend, and what chunked log-probs save.
+
+    python benchmarks/gpu_trainer.py [--sizes 0.6b 1.7b] [--length 4096] [--rows 4]
+
+Qwen3-shaped models with random weights, rows of `--length` tokens without padding, bfloat16 compute over float32 weights,
+recomputed activations. MFU counts the forward and backward pass of the model once (recomputation is overhead), causal
+attention as half of the square, over the matrix rate that the same GPU reaches in the same run (and over the datasheet's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+
+from psrl.algorithms.aggregation import Aggregation
+from psrl.algorithms.policy import PolicyLoss
+from psrl.algorithms.sequences import Sequences
+from psrl.algorithms.token_log_probs import token_log_probs
+from psrl.config.actor import ActorConfig
+from psrl.trainer.backends.base import MicroBatch
+from psrl.trainer.backends.make import make_backend
+
+DATASHEET_FLOPS = 989e12
+"""Dense bfloat16 of an H100 or H200."""
+SIZES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+}
+VOCABULARY = 151936
+GIB = 2**30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--backends", nargs="+", default=["fsdp2", "megatron"])
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    reached = matrix_rate()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; matrix product in bfloat16 {reached / 1e12:.0f} TFLOP/s"
+    )
+    print(
+        f"{args.micro_batches} micro-batches of {args.rows} x {args.length} tokens a step, median of {args.steps} steps after 1\n"
+    )
+    head = (
+        "model",
+        "backend",
+        "recompute",
+        "step s",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU reached",
+        "MFU datasheet",
+        "peak GiB",
+    )
+    print("{:6} {:9} {:10} {:>8} {:>9} {:>8} {:>12} {:>14} {:>9}".format(*head))
+    for size in args.sizes:
+        for backend in args.backends:
+            if backend == "megatron" and importlib.util.find_spec("megatron") is None:
+                print(f"{size:6} {backend:9} megatron-core is not installed")
+                continue
+            for recompute in (True, False):
+                try:
+                    row = measure(size, backend, recompute, args)
+                except torch.cuda.OutOfMemoryError:
+                    print(f"{size:6} {backend:9} {recompute!s:10} out of memory")
+                    continue
+                step_s, flops, peak = row
+                tokens = args.rows * args.length * args.micro_batches
+                print(
+                    f"{size:6} {backend:9} {recompute!s:10} {step_s:8.3f} {tokens / step_s:9.0f} {flops / step_s / 1e12:8.0f} "
+                    f"{flops / step_s / reached:12.1%} {flops / step_s / DATASHEET_FLOPS:14.1%} {peak / GIB:9.1f}",
+                    flush=True,
+                )
+                clean()
+    print()
+    log_prob_memory(args.length)
+    return 0
+
+
+def measure(size: str, backend_name: str, recompute: bool, args: argparse.Namespace) -> tuple[float, float, int]:
+    """(median seconds of a step, floating-point operations of a step, peak bytes)."""
+    clean()
+    config = shape(size)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    actor = ActorConfig(strategy=backend_name, mixed_precision="bfloat16", gradient_checkpointing=recompute)
+    backend = make_backend(model, actor, temperature=1.0, device="cuda")
+    del model
+    rows, length = args.rows, args.length
+    batches = [micro_batch(rows, length, seed) for seed in range(args.micro_batches)]
+    tokens = rows * (length - 1) * args.micro_batches
+    loss = PolicyLoss(aggregation=Aggregation("token-mean", tokens))
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(args.steps + 1):
+        begun = time.perf_counter()
+        metrics = backend.update(batches, loss)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+        assert metrics["actor/skipped_steps"] == 0, "the gradient is not finite"
+    return (
+        statistics.median(times[1:]),
+        step_flops(config, rows, length) * args.micro_batches,
+        torch.cuda.max_memory_allocated(),
+    )
+
+
+def shape(size: str) -> PretrainedConfig:
+    return Qwen3Config(
+        vocab_size=VOCABULARY, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        max_position_embeddings=40960, **SIZES[size],
+    )  # fmt: skip
+
+
+def micro_batch(rows: int, length: int, seed: int) -> MicroBatch:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (rows, length), device="cuda", generator=generator)
+    full = torch.ones(rows, length, dtype=torch.bool, device="cuda")
+    mask = full.clone()
+    mask[:, 0] = False
+    advantages = torch.randn(rows, length, device="cuda", generator=generator)
+    return MicroBatch(
+        input_ids=ids,
+        attention_mask=full,
+        loss_mask=mask,
+        advantages=advantages,
+        rollout_log_probs=torch.full((rows, length), -12.0, device="cuda"),
+        sequences=Sequences.of_rows(mask),
+    )
+
+
+def step_flops(config: PretrainedConfig, rows: int, length: int) -> float:
+    """Forward and backward of one micro-batch: 6 for each weight of a matrix product and token, and causal attention."""
+    heads = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv) + 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
+    attention = config.num_hidden_layers * 2 * 2 * heads * length / 2  # scores and values, half of the square
+    return rows * length * (6.0 * weights + 3.0 * attention)
+
+
+def matrix_rate() -> float:
+    """What the GPU reaches in a large bfloat16 product of random matrices, operations a second."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(10):
+        a @ b
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(50):
+        a @ b
+    torch.cuda.synchronize()
+    return 50 * 2 * 8192**3 / (time.perf_counter() - begun)
+
+
+def log_prob_memory(length: int) -> None:
+    """Peak memory of log-probs with their backward pass from bfloat16 logits of one row."""
+
+    def plain(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
+    print(
+        f"log-probs of {length} tokens over {VOCABULARY} logits, forward and backward, beside the logits and their gradient"
+    )
+    peaks = {name: extra_peak(way, length) for name, way in (("plain", plain), ("chunked", token_log_probs))}
+    for name, (peak, seconds) in peaks.items():
+        print(f"  {name:8} {peak / GIB:6.2f} GiB {seconds * 1e3:7.1f} ms")
+
+
+def extra_peak(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], length: int) -> tuple[int, float]:
+    clean()
+    logits = torch.randn(length, VOCABULARY, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.randint(0, VOCABULARY, (length,), device="cuda")
+    times = []
+    for _ in range(3):
+        logits.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        way(logits, tokens).sum().backward()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return torch.cuda.max_memory_allocated() - 2 * logits.numel() * logits.element_size(), min(times)
+
+
+def clean() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
