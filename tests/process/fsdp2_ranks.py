@@ -118,10 +118,10 @@ def token_tis(tokens: int, **changes) -> PolicyLoss:
     return PolicyLoss(aggregation=Aggregation(tokens=tokens), correction=correction, **changes)
 
 
-def train_step(backend: BackendCore, step: int, cap: int = 1024) -> dict[str, float]:
+def train_step(backend: BackendCore, step: int, cap: int = 1024, **changes) -> dict[str, float]:
     batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap, device=backend._device)
     (tokens,) = backend.all_sum([count_loss_tokens(batches)])
-    sums = backend.update(batches, token_tis(int(tokens)))
+    sums = backend.update(batches, token_tis(int(tokens), **changes))
     return policy.finalise(sums) | {name: value for name, value in sums.items() if "/sums/" not in name}
 
 
@@ -167,7 +167,7 @@ def settings(task: dict) -> dict:
 
 def steps_with_save(backend: BackendCore, root: Path, task: dict) -> None:
     for step in range(backend.steps, task["steps"]):
-        report(backend, train_step(backend, step, task.get("cap", 1024)))
+        report(backend, train_step(backend, step, task.get("cap", 1024), **task.get("loss", {})))
         if backend.steps in task["save_at"]:
             save(backend, root, backend.steps, killed=task.get("killed", False))
 
@@ -177,7 +177,7 @@ def steps_with_saver(backend: BackendCore, root: Path, task: dict) -> None:
     barrier = dist.barrier if backend.world_size > 1 else lambda: None
     saver = Saver(backend, root, backend.steps, barrier, background=True)
     for step in range(backend.steps, task["steps"]):
-        report(backend, train_step(backend, step, task.get("cap", 1024)))
+        report(backend, train_step(backend, step, task.get("cap", 1024), **task.get("loss", {})))
         mark_complete(backend, root, saver.finished())
         if backend.steps in task["save_at"]:
             mark_complete(backend, root, saver.wait())

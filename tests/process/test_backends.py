@@ -11,15 +11,27 @@ from typing import Any
 import pytest
 import torch
 from backend_launch import launch
-from fsdp2_ranks import log_probs_by_row, make_actor, make_model, save, settings, train_step
+from fsdp2_ranks import (
+    log_probs_by_row,
+    make_actor,
+    make_batches,
+    make_groups,
+    make_model,
+    save,
+    settings,
+    token_tis,
+    train_step,
+)
 
 from psrl.trainer.backends.base import WeightShard
 from psrl.trainer.backends.core import BackendCore
 from psrl.trainer.backends.make import make_backend
+from psrl.trainer.batch import count_loss_tokens
 
 pytestmark = pytest.mark.process
 
 STEPS, SAVED_AT = 4, 2
+LOSS = {"entropy_coeff": 0.1}
 MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
@@ -70,6 +82,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory):
             save_at=[SAVED_AT],
             cap=15,
             actor=variant.actor,
+            loss=LOSS,
             shards=str(tmp / "shards"),
             log_probs=str(tmp / "log_probs"),
         )
@@ -90,7 +103,7 @@ def single(actor: dict[str, Any] | None = None, seed: int = 0) -> BackendCore:
 def reference() -> tuple[BackendCore, list[dict[str, float]]]:
     """FSDP2 on one rank, after all steps, which is plain PyTorch (test_fsdp2.py compares it with autograd)."""
     backend = single()
-    return backend, [train_step(backend, step, cap=1024) for step in range(STEPS)]
+    return backend, [train_step(backend, step, cap=1024, **LOSS) for step in range(STEPS)]
 
 
 @every_variant
@@ -136,18 +149,20 @@ def test_its_checkpoint_goes_on_in_fsdp2_on_one_rank(variant, ran, reference):
     backend.load(ran(variant).checkpoint)
     assert backend.steps == SAVED_AT
     for step in range(SAVED_AT, STEPS):
-        assert train_step(backend, step) == pytest.approx(reference[1][step], rel=2e-4, abs=2e-6)
+        assert train_step(backend, step, **LOSS) == pytest.approx(reference[1][step], rel=2e-4, abs=2e-6)
 
 
 @every_variant
 def test_a_checkpoint_of_fsdp2_goes_on_in_it(variant, tmp_path, reference):
     before = single()
     for step in range(SAVED_AT):
-        train_step(before, step)
+        train_step(before, step, **LOSS)
     path = tmp_path / "checkpoints" / f"step_{SAVED_AT}"
     path.parent.mkdir()
     save(before, path.parent, SAVED_AT)
-    curve = launch(tmp_path, variant.world_size, steps=STEPS, save_at=[], cap=15, seed=1, actor=variant.actor)
+    curve = launch(
+        tmp_path, variant.world_size, steps=STEPS, save_at=[], cap=15, seed=1, actor=variant.actor, loss=LOSS
+    )
     for ours, other in zip(curve, reference[1][SAVED_AT:], strict=True):
         assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
 
@@ -158,3 +173,59 @@ def test_ulysses_with_fewer_key_value_heads_than_ranks(tmp_path):
     ulysses = {"ulysses_sequence_parallel_size": 2}
     for ours, other in zip(launch(tmp_path, 2, steps=2, save_at=[], kv_heads=1, actor=ulysses), curve, strict=True):
         assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
+
+
+STRATEGIES = ["fsdp2", pytest.param("megatron", marks=MEGATRON)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_remembered_weights_are_seen_and_gone_back_to(strategy, dtype):
+    backend, undisturbed = (single({"strategy": strategy, "mixed_precision": dtype}) for _ in range(2))
+    rows = log_probs_by_row(backend)
+    train_step(backend, 0)
+    train_step(undisturbed, 0)
+    before = log_probs_by_row(backend)
+    backend.remember()
+    with backend.as_remembered():
+        assert_equal(log_probs_by_row(backend), before)
+    train_step(backend, 1)
+    after = log_probs_by_row(backend)
+    with backend.as_remembered():
+        assert_equal(log_probs_by_row(backend), before)
+    assert_equal(log_probs_by_row(backend), after)
+    backend.go_back()
+    assert backend.steps == 1
+    assert_equal(log_probs_by_row(backend), before)
+    assert train_step(backend, 1) == train_step(undisturbed, 1)
+    assert any(not torch.equal(rows[row], before[row]) for row in rows)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_and_divided_gradients_are_those_of_the_update(strategy):
+    whole, parts = (single({"strategy": strategy}) for _ in range(2))
+    batches = make_batches(make_groups(0), 0, 1, 15)
+    assert len(batches) > 2
+    tokens = count_loss_tokens(batches)
+    expected = whole.update(batches, token_tis(tokens))
+    for batch in batches:
+        parts.accumulate([batch], token_tis(1))
+    got = parts.apply_gradients(float(tokens))
+    assert got["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+    moments = whole._state()  # 0.1 x gradient after the first step
+    for name, value in parts._state().items():
+        if name.startswith("exp_avg."):
+            torch.testing.assert_close(value, moments[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_frozen_backend_has_log_probs_and_no_gradients(strategy):
+    actor = make_actor(**settings({"actor": {"strategy": strategy}}))
+    frozen = make_backend(make_model(), actor, temperature=0.8, trainable=False)
+    assert_equal(log_probs_by_row(frozen), log_probs_by_row(single({"strategy": strategy})))
+    assert not any(parameter.requires_grad for parameter in frozen._model.parameters())
+
+
+def assert_equal(left: dict[tuple[int, ...], torch.Tensor], right: dict[tuple[int, ...], torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[row], right[row]) for row in left)

@@ -8,11 +8,11 @@ import importlib.util
 import pytest
 import torch
 from backend_launch import launch
-from fsdp2_ranks import log_probs_by_row, make_actor, make_model, settings, train_step
+from fsdp2_ranks import log_probs_by_row, make_actor, make_model, settings, token_tis, train_step
 from test_backends import VARIANTS as ALL
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from psrl.algorithms.policy import PolicyLoss
+from psrl.algorithms.sequences import Sequences
 from psrl.trainer.backends.base import MicroBatch
 from psrl.trainer.backends.core import BackendCore
 from psrl.trainer.backends.make import make_backend
@@ -111,7 +111,9 @@ def peak_gib(**actor) -> float:
     full = torch.ones(16, 1024, device="cuda")
     mask = full.bool()
     mask[:, :8] = False
-    metrics = backend.update([MicroBatch(ids, full.bool(), mask, full, full)], PolicyLoss(global_tokens=16 * 1016))
+    metrics = backend.update(
+        [MicroBatch(ids, full.bool(), mask, full, full, Sequences.of_rows(mask))], token_tis(16 * 1016)
+    )
     assert metrics["actor/skipped_steps"] == 0
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 

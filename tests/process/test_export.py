@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from psrl import export as exporting
+from psrl.algorithms.sequences import Sequences
 from psrl.config.compose import compose_config
 from psrl.config.schema import Config
 from psrl.export import ExportError, export, main
@@ -47,7 +48,8 @@ def trained_run(path: Path, model: Path, strategy: str = "fsdp2") -> tuple[RunDi
     backend = make_backend(load_causal_lm(model, "float32"), make_actor(strategy=strategy), temperature=1.0)
     ids = torch.arange(24).view(2, 12)
     full = torch.ones(2, 12)
-    batch = MicroBatch(ids, full.bool(), (ids % 12 > 3), full, full)
+    mask = ids % 12 > 3
+    batch = MicroBatch(ids, full.bool(), mask, full, full, Sequences.of_rows(mask))
     backend.update([batch], lambda log_probs, b: (-(log_probs * b.advantages).sum(), {"n": log_probs.detach().sum()}))
     save(backend, run_dir.checkpoints, 3)
     return run_dir, backend
@@ -57,7 +59,7 @@ def log_probs(backend: BackendCore, ids: torch.Tensor) -> torch.Tensor:
     full = torch.ones(ids.shape)
     mask = full.bool()
     mask[:, 0] = False
-    return backend.log_probs(MicroBatch(ids, full.bool(), mask, full, full))
+    return backend.log_probs(MicroBatch(ids, full.bool(), mask, full, full, Sequences.of_rows(mask)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
