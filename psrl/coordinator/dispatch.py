@@ -15,7 +15,7 @@ from psrl.coordinator.placement import OpenGroup
 from psrl.coordinator.placing import preferred, sample_blocks
 from psrl.coordinator.records import Position, Reserve
 from psrl.coordinator.routing.base import Work
-from psrl.coordinator.views import InstanceView
+from psrl.coordinator.views import UNLIMITED, InstanceView
 from psrl.coordinator.waiting import Waiting
 from psrl.protocol import control as c
 from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED
@@ -38,6 +38,8 @@ class Dispatch(Membership):
     def _route_request(self, sender: str, request: c.RouteRequest, now_s: float) -> None:
         if counter := COUNTED.get(request.reason):
             self.counters[counter] += len(request.samples)
+        if request.reason == FINISH_PREEMPTED and (view := self.placement.instances.get(request.instance)):
+            view.fits = view.in_flight or UNLIMITED
         tokens = request.tokens or [0] * len(request.samples)
         for (group, sample), made in zip(request.samples, tokens, strict=True):
             if (open_group := self.placement.groups.get(group)) is None or open_group.agent != sender:

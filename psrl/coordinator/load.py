@@ -56,4 +56,4 @@ def free_slots(view: InstanceView, limit: int, reject_on_waiting: bool) -> int:
     """Further samples that may be placed there now; 0 where nothing new is routed to."""
     if view.leaving or view.draining or (reject_on_waiting and view.in_flight and view.stats.waiting):
         return 0
-    return max(0, min(limit, view.max_concurrent) - view.in_flight)
+    return max(0, min(limit, view.max_concurrent, view.fits) - view.in_flight)

@@ -8,7 +8,7 @@ from heapq import heappop, heappush, heapreplace
 
 from psrl.coordinator.records import Position
 from psrl.coordinator.routing.fleet import Fleet
-from psrl.coordinator.views import AgentView, InstanceView
+from psrl.coordinator.views import UNLIMITED, AgentView, InstanceView
 
 
 @dataclass(slots=True)
@@ -145,6 +145,7 @@ class Placement:
                 view.in_flight += after - before
                 if not view.in_flight:
                     view.stats.waiting = 0  # whoever waited there has left, whatever it reported last
+                    view.fits = UNLIMITED
                 if now != held:
                     view.placed_tokens = max(0.0, view.placed_tokens + now - held) if view.in_flight else 0.0
                 self.changed.add(name)

@@ -15,7 +15,7 @@ from psrl.coordinator.membership import Membership
 from psrl.coordinator.migration import to_relieve
 from psrl.coordinator.sync.moment import Moment
 from psrl.coordinator.sync.strategy import idle_pulls, pulls, serves_nothing
-from psrl.coordinator.views import InstanceView
+from psrl.coordinator.views import UNLIMITED, InstanceView
 from psrl.protocol import control as c
 
 log = logging.getLogger("psrl.coordinator")
@@ -74,6 +74,8 @@ class Upkeep(Membership):
         for group, instance, count in moves.left:
             self.placement.leave(group, instance, count)
             self.migrations.left(group, instance, count)
+            if (view := self.placement.instances.get(instance)) and view.fits < UNLIMITED:
+                view.fits += count
 
     # ---- looks -----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from psrl.protocol.control import InstanceInfo
 from psrl.protocol.generation import EngineStats
 
 
+UNLIMITED = 1 << 30
+
+
 @dataclass(slots=True)
 class InstanceView:
     """One living rollout instance. `version` is the weights that it is known to serve (-1: none); it only ever grows within
@@ -27,6 +30,9 @@ class InstanceView:
     """It hands back what it has: nothing new is routed here, it pulls no more, and it goes when nothing is here."""
     in_flight: int = 0
     """Samples placed here that have not left."""
+    fits: int = UNLIMITED
+    """Most samples that are placed here. It is what was left after the engine preempted and handed its queue back, and grows
+    with each sample that leaves: what the KV cache did not hold must not come straight back."""
     stats: EngineStats = field(default_factory=EngineStats)
     reported_s: float = 0.0
     """When `stats` came, on the coordinator's clock."""

@@ -142,6 +142,19 @@ def test_stickiness_brings_a_sample_back_unless_it_was_moved_away(placing: dict,
     assert back(run, groups[0].group, [1], here, reason) == {1: here if same else other.instance}
 
 
+def test_what_an_engine_had_no_room_for_comes_back_as_others_leave() -> None:
+    """Two instances for 8 samples each, both full. One hands back three: it holds five. Each sample that leaves makes room for
+    itself and, in case the cache can hold more, for one more."""
+    run, groups = started(max_concurrent=8)
+    here, group = groups[0].instance, groups[0].group
+    mate = next(g for g in groups[1:] if g.instance == here)
+    assert back(run, group, [0, 1, 2], here, "preempted") == {}
+    said = of(run.tell(AGENT, c.SampleMoves(left=[(mate.group, here, 1)])), c.Routed)
+    assert [(s, name) for m in said for _, s, name in m.samples] == [(0, here), (1, here)]
+    said = of(run.tell(AGENT, c.SampleMoves(left=[(mate.group, here, 3)])), c.Routed)
+    assert [(s, name) for m in said for _, s, name in m.samples] == [(2, here)]
+
+
 def test_a_group_whose_samples_are_all_on_the_move_stays_together() -> None:
     for group_sticky in (True, False):
         run, groups = sticky_run(group_sticky=group_sticky)
