@@ -66,7 +66,8 @@ class AlgorithmConfig:
 class OverlongBufferConfig:
     enable: bool = False
     """Punish responses that come close to data.max_response_length (DAPO)."""
-    len: int = 256
-    """The last tokens before the limit over which the punishment grows from 0 to penalty_factor."""
+    len: int | None = None
+    """The last tokens before the limit over which the punishment grows from 0 to penalty_factor; null: a fifth of
+    data.max_response_length."""
     penalty_factor: float = 1.0
     """What a response of full length loses."""

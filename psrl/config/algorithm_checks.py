@@ -119,7 +119,7 @@ def _check_losses(config: Config) -> None:
 
 def _check_overlong(config: Config) -> None:
     overlong = config.reward.overlong_buffer
-    if overlong.enable and overlong.len > config.data.max_response_length:
+    if overlong.enable and (overlong.len or 0) > config.data.max_response_length:
         raise ConfigError(
             f"reward.overlong_buffer.len={overlong.len} is longer than data.max_response_length={config.data.max_response_length}: "
             "make it a part of the response."

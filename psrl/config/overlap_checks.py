@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from psrl.config.algorithm_checks import samples_per_group
 from psrl.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def effective_chunk(config: Config) -> ChunkSize:
         p.fine_grain_overlap.granularity,
         p.fine_grain_overlap.multiplier,
         micro_batch=(actor.ppo_micro_batch_size_per_gpu or 1) * data_parallel_size(config),
-        mini_batch=(actor.ppo_mini_batch_size or p.staleness_buffer_entries) * p.rollout_n,
-        buffer=p.staleness_buffer_entries * p.rollout_n,
+        mini_batch=(actor.ppo_mini_batch_size or p.staleness_buffer_entries) * samples_per_group(config),
+        buffer=p.staleness_buffer_entries * samples_per_group(config),
     )
 
 
@@ -78,7 +79,9 @@ def check_overlap(config: Config) -> list[str]:
             f"{size}: taken as granularity={chunk.granularity}"
             + (f"; lower the multiplier, or {ACTOR}.ppo_mini_batch_size." if chunk.granularity == "none" else ".")
         )
-    elif chunk.granularity != "none" and chunk.samples == config.psrl.staleness_buffer_entries * config.psrl.rollout_n:
+    elif chunk.granularity != "none" and chunk.samples == config.psrl.staleness_buffer_entries * samples_per_group(
+        config
+    ):
         notices.append(
             f"{OVERLAP}.granularity={overlap.granularity} has chunks as large as the buffer, so nothing overlaps: "
             f"set {ACTOR}.ppo_mini_batch_size to a part of psrl.staleness_buffer_entries."

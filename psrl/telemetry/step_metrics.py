@@ -45,7 +45,7 @@ def step_metrics(
     if "step" not in timings:
         raise ValueError(f"timings has no 'step', only {sorted(timings)}; give the seconds of the whole step")
     trained = [(group, sample) for group in groups for sample in group.samples if _is_trained(sample)]
-    num_samples = sum(len(group.samples) for group in groups)
+    num_samples = sum(not sample.greedy for group in groups for sample in group.samples)
     rewards = np.array([sample.reward for _, sample in trained], dtype=np.float64)
     responses = np.array([len(sample.response_ids) // INT32_BYTES for _, sample in trained], dtype=np.int64)
     prompts = np.array([len(group.prompt_ids) // INT32_BYTES for group, _ in trained], dtype=np.int64)
@@ -60,7 +60,7 @@ def step_metrics(
         "training/num_samples": len(trained),
         "training/num_masked_samples": num_samples - len(trained),
     }
-    # No KL term enters the reward, so verl's score (the raw one) and reward (after KL) are the same numbers.
+    # Both are what the samples earned; what a KL penalty takes off is actor/reward_kl_penalty x its coefficient.
     row |= _spread("critic/score", rewards) | _spread("critic/rewards", rewards)
     if advantages is not None:
         row |= _spread("critic/advantages", np.asarray(advantages, dtype=np.float64).reshape(-1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from psrl.config.algorithm_checks import samples_per_group
 from psrl.config.overlap_checks import effective_chunk
 from psrl.config.schema import Config
 from psrl.protocol.control import TakenGroup
@@ -45,8 +46,7 @@ def plan_chunks(num_groups: int, samples_per_group: int, chunk_samples: int) -> 
 
 def chunk_plan(config: Config) -> list[Chunk]:
     """Of this configuration; without overlap the whole buffer is the only chunk."""
-    p = config.psrl
-    return plan_chunks(p.staleness_buffer_entries, p.rollout_n, effective_chunk(config).samples)
+    return plan_chunks(config.psrl.staleness_buffer_entries, samples_per_group(config), effective_chunk(config).samples)
 
 
 def whole(groups: Sequence[TakenGroup]) -> list[Part]:

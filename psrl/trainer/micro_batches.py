@@ -104,22 +104,6 @@ def plan_micro_batches(
     return MicroBatchPlan(ranks, left_out=len(lengths) - len(order))
 
 
-def plan_micro_batches_of(lengths: Sequence[int], num_ranks: int, samples: int) -> MicroBatchPlan:
-    """Micro-batches of `samples` rows on each rank, in batch order, whatever their lengths.
-
-    The first `samples` rows go to rank 0, the next to rank 1 and so on round after round; the last round is dealt evenly.
-    `plan_micro_batches_of([5] * 5, 2, 2).ranks == (((0, 1), (4,)), ((2, 3), ()))`.
-    """
-    order = [i for i, length in enumerate(lengths) if length > 0]
-    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
-    for start in range(0, len(order), samples * num_ranks):
-        rows = order[start : start + samples * num_ranks]
-        share = -(-len(rows) // num_ranks)
-        for rank in range(num_ranks):
-            ranks[rank].append(tuple(rows[rank * share : (rank + 1) * share]))
-    return MicroBatchPlan(tuple(tuple(batches) for batches in ranks), left_out=len(lengths) - len(order))
-
-
 def _deal(order: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Longest first, each to the rank with the fewest tokens so far (ties to the lowest rank)."""
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]

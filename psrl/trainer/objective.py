@@ -57,7 +57,7 @@ def reward_shape(config: Config) -> Callable[[int], float] | None:
     return partial(
         overlong_penalty,
         max_response_length=config.data.max_response_length,
-        buffer=overlong.len,
+        buffer=overlong.len or max(config.data.max_response_length // 5, 1),
         factor=overlong.penalty_factor,
     )
 

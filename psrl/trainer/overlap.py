@@ -22,10 +22,12 @@ def pre_step(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) ->
     """Advantages of each part, and an optimizer step on each of its mini-batches."""
     _remember(pipeline)
     updates: list[dict[str, float]] = []
+    steps: Steps = []
     for part in parts:
-        minis = [pipeline.forward_passes(mini) for mini in batch.add(part)]
-        scored = pipeline.score(batch, [mini.batches for mini in minis])
-        updates += [pipeline.update(step) for step in scored]
+        for mini in _scored(pipeline, batch, part):
+            join(steps, mini)
+            if mini.complete:
+                updates.append(pipeline.update(steps[mini.number]))
     return updates
 
 
@@ -36,11 +38,9 @@ def accumulate(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) 
     updates: list[dict[str, float]] = []
     steps: Steps = []
     for part in parts:
-        minis = [pipeline.forward_passes(mini) for mini in batch.add(part)]
-        scored = pipeline.score(batch, [mini.batches for mini in minis])
-        for mini, batches in zip(minis, scored, strict=True):
-            pipeline.accumulate(batches)
-            join(steps, replace(mini, batches=batches))
+        for mini in _scored(pipeline, batch, part):
+            pipeline.accumulate(mini.batches)
+            join(steps, mini)
             if mini.complete:
                 updates.append(pipeline.step_accumulated(steps[mini.number]))
     return updates + [pipeline.update(step) for _ in range(1, pipeline.epochs) for step in steps]
@@ -51,6 +51,13 @@ def join(steps: Steps, mini: MiniBatch) -> None:
     if mini.number == len(steps):
         steps.append([])
     steps[mini.number] += mini.batches
+
+
+def _scored(pipeline: Pipeline, batch: ArrivingBatch, part: Part) -> list[MiniBatch]:
+    """What `part` makes ready, after all forward passes, with advantages from these samples alone."""
+    minis = [pipeline.forward_passes(mini) for mini in batch.add(part)]
+    scored = pipeline.score(batch, [mini.batches for mini in minis])
+    return [replace(mini, batches=batches) for mini, batches in zip(minis, scored, strict=True)]
 
 
 def _remember(pipeline: Pipeline) -> None:

@@ -56,6 +56,8 @@ class Pipeline:
     def score(self, batch: ArrivingBatch, steps: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
         """What needs samples beside each other: KL penalty, advantages, correction, over all micro-batches of `steps`."""
         rewards, batches = batch.rewards(), batch.sized([b for step in steps for b in step])
+        if not batches:  # on no rank then: all have the same plan
+            return [[] for _ in steps]
         if self.kl is not None:
             penalised = with_kl_penalty(self.actor, self.config, self.kl, rewards, batches)
             rewards, batches = penalised.rewards, penalised.batches

@@ -12,6 +12,7 @@ from backend_launch import launch
 from fsdp2_ranks import make_actor, make_batches, make_groups, make_model, save, token_tis, train_step
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from psrl.algorithms import policy
 from psrl.config.schema import OptimConfig
 from psrl.trainer import checkpoints
 from psrl.trainer.backends.core import row_range
@@ -216,6 +217,32 @@ def test_bfloat16_compute_keeps_float32_weights(gradient_checkpointing):
         assert ours["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=0.1)
     assert {shard.local.dtype for shard in mixed.weight_shards()} == {torch.float32}
     assert [s.name for s in mixed.weight_shards()] == [s.name for s in exact.weight_shards()]
+
+
+def test_entropies_and_their_gradient_equal_autograd_on_the_whole_model(tmp_path):
+    backend = make_backend(grad_clip=0.0)
+    batches = make_batches(make_groups(0), 0, 1, 1024)
+    tokens = count_loss_tokens(batches)
+    sums = backend.update(batches, token_tis(tokens, entropy_coeff=0.5))
+    backend.save(tmp_path / "entropy")
+    ours = {k: v / 0.1 for k, v in stored(tmp_path / "entropy", tmp_path).items() if k.startswith("exp_avg.")}
+    plain = gradients_of(make_backend(grad_clip=0.0), 1024, tmp_path, "plain")
+    model = make_model().double()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        log_p = torch.log_softmax(model(input_ids=batch.input_ids).logits[:, :-1] / 0.8, -1)
+        total = total - (log_p.exp() * log_p).sum(-1)[batch.loss_mask[:, 1:]].sum()
+    assert policy.finalise(sums)["actor/entropy"] == pytest.approx(total.item() / tokens, rel=1e-5)
+    (-0.5 * total / tokens).backward()
+    expected = {f"exp_avg.{n}": plain[f"exp_avg.{n}"] + p.grad.float() for n, p in model.named_parameters()}
+    assert_close(ours, expected, atol=1e-6)
+
+
+def test_a_frozen_backend_only_scores():
+    reference = FSDP2Backend(make_model(), make_actor(), temperature=0.8, trainable=False)
+    (batch,) = make_batches(make_groups(0), 0, 1, 1024)
+    assert torch.equal(reference.log_probs(batch), make_backend().log_probs(batch))
+    assert not any(p.requires_grad for p in reference._model.parameters())
 
 
 def test_warm_up_reaches_the_full_rate():

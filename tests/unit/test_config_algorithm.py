@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from psrl.algorithms.advantages import ESTIMATORS
@@ -13,7 +17,7 @@ from psrl.config import algorithm_checks
 from psrl.config.algorithm import RolloutCorrectionConfig
 from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.checks import check
-from psrl.config.compose import compose_config, normalise
+from psrl.config.compose import compose_config, conf_dir, normalise
 from psrl.config.correction import ParsedCorrection, ParsedRule, parse_correction
 from psrl.config.errors import ConfigError
 
@@ -22,9 +26,19 @@ pytestmark = pytest.mark.unit
 A, C = "train_actor_rollout_ref.actor", "algorithm.rollout_correction"
 
 
+@functools.cache
+def laptop():
+    return compose_config(["preset=laptop", "task=chain_sum"])
+
+
 def composed(*overrides: str):
-    given = ["preset=laptop", "task=chain_sum", *overrides]
-    return OmegaConf.to_object(compose_config(normalise(given, has_accelerator=False, on_slurm=False)[0]))
+    """The laptop preset with these overrides, read by Hydra's own parser (composing for each case would take minutes)."""
+    config = copy.deepcopy(laptop())
+    for override in normalise(["preset=laptop", *overrides], has_accelerator=False, on_slurm=False)[0]:
+        parsed = OverridesParser.create().parse_override(override)
+        if parsed.key_or_group not in ("preset", "task"):
+            OmegaConf.update(config, parsed.key_or_group, parsed.value(), force_add=False)
+    return OmegaConf.to_object(config)
 
 
 @pytest.mark.parametrize(
@@ -185,3 +199,26 @@ def test_shipped_defaults() -> None:
     assert (algorithm.gamma, algorithm.lam, algorithm.use_kl_in_reward, algorithm.kl_penalty) == (1.0, 1.0, False, "kl")
     assert vars(algorithm.kl_ctrl) == {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1}
     assert parse_correction(algorithm.rollout_correction) == ParsedCorrection(None, None, 2.0, False, (), False)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_dir() / "algorithm").glob("*.yaml")))
+def test_every_shipped_algorithm_is_accepted(name: str) -> None:
+    overrides = [f"algorithm={name}", "data.train_files=/x.parquet", "psrl.rollout_n=8", "trainer.total_epochs=1"]
+    config = OmegaConf.to_object(compose_config(overrides))
+    assert check(config) == []
+    assert (name == "grpo") == (config == OmegaConf.to_object(compose_config(overrides[1:])))
+
+
+def test_keys_of_the_algorithm_may_be_set_beside_its_name() -> None:
+    config = compose_config(
+        [
+            "task=chain_sum",
+            "preset=laptop",
+            "algorithm=dapo",
+            "algorithm.adv_estimator=rloo",
+            f"{A}.clip_ratio_high=0.3",
+        ]
+    )
+    actor = config.train_actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, config.algorithm.adv_estimator) == (0.2, 0.3, "rloo")
+    assert config.algorithm.rollout_correction.rollout_is == "token"  # of the laptop preset

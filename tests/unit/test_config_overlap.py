@@ -10,6 +10,7 @@ from psrl.config.compose import compose_config
 from psrl.config.errors import ConfigError
 from psrl.config.overlap_checks import ChunkSize, check_overlap, chunk_size, effective_chunk
 from psrl.config.schema import Config
+from psrl.trainer.chunks import Chunk, chunk_plan
 
 pytestmark = pytest.mark.unit
 
@@ -54,6 +55,12 @@ def composed(**changes: object) -> Config:
 def test_a_chunk_is_clamped_to_the_next_level(granularity: str, multiplier: int, expected: ChunkSize) -> None:
     assert chunk_size(granularity, multiplier, micro_batch=4, mini_batch=16, buffer=64) == expected
     assert effective_chunk(composed(**{GRANULARITY: granularity, MULTIPLIER: multiplier})) == expected
+
+
+def test_the_greedy_sample_of_remax_belongs_to_its_group() -> None:
+    config = composed(**{GRANULARITY: "mini_batch", "algorithm.adv_estimator": "remax"})
+    assert effective_chunk(config) == ChunkSize("mini_batch", 20)
+    assert chunk_plan(config) == [Chunk(4, 20), Chunk(8, 40), Chunk(12, 60), Chunk(16, 80)]
 
 
 def test_without_a_mini_batch_size_a_mini_batch_is_the_buffer() -> None:

@@ -22,7 +22,6 @@ from psrl.trainer.micro_batches import (
     TOKEN_LIMIT_KEY,
     mini_batches,
     plan_micro_batches,
-    plan_micro_batches_of,
     trainable_samples,
 )
 from psrl.trainer.rows import Row, shared_rows
@@ -239,20 +238,3 @@ def test_a_log_prob_of_a_token_that_is_not_trained_may_be_anything():
     odd = sample([1, 2], [-1.0, float("nan")], mask=b"\x01\x00")
     (batch,) = build([(0, 1)], [group(3, [1], [odd, sample([1, 2], [-1.0, -1.0], 1.0)])], [[3, 3]])
     assert torch.isfinite(batch.rollout_log_probs).all()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "num_ranks", "samples", "expected"),
-    [
-        ([5] * 5, 2, 2, (((0, 1), (4,)), ((2, 3), ()))),
-        ([5, 0, 9, 1], 1, 2, (((0, 2), (3,)),)),
-        ([5] * 6, 2, 2, (((0, 1), (4,)), ((2, 3), (5,)))),
-        ([7], 3, 4, (((0,),), ((),), ((),))),
-        ([], 2, 4, ((), ())),
-        ([0, 0], 1, 4, ((),)),
-    ],
-)
-def test_micro_batches_by_number_of_samples(lengths, num_ranks, samples, expected):
-    plan = plan_micro_batches_of(lengths, num_ranks, samples)
-    assert plan.ranks == expected
-    assert plan.left_out == sum(length == 0 for length in lengths)

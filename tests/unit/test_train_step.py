@@ -199,6 +199,8 @@ def test_overlong_shaping_changes_rewards_of_long_responses_only():
     untouched, _, _ = train(config, groups)
     assert max(len(s.response_ids) for g in groups for s in g.samples) == 4 * 7
     assert torch.equal(untouched, plain)  # 7 tokens of 8 do not reach the last one
+    config.reward.overlong_buffer.len = None  # a fifth of 8 is one token
+    assert torch.equal(train(config, groups)[0], plain)
     config.reward.overlong_buffer.len = 4
     shaped, _, _ = train(config, groups)
     for group in groups:

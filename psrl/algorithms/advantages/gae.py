@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, AllSum, RewardedBatch, SampleRewards
-from psrl.algorithms.advantages.returns import backward_scan, token_rewards
+from psrl.algorithms.advantages.returns import at_next_token, discounted_sums, token_rewards
 from psrl.algorithms.advantages.whitening import whiten
 from psrl.algorithms.tensors import masked
 
@@ -28,22 +28,9 @@ def gae(
 
 
 def _one_batch(rewards: SampleRewards, batch: RewardedBatch, options: AdvantageOptions) -> torch.Tensor:
-    reward, values = token_rewards(rewards, batch), _values(batch)
-    delta = reward + options.gamma * _of_next_token(batch, values) - values
-    decay = options.gamma * options.lam
-    return backward_scan(batch, lambda column, after: delta[:, column] + decay * after)
-
-
-def _of_next_token(batch: RewardedBatch, grid: torch.Tensor) -> torch.Tensor:
-    """[rows, length]: the value of `grid` at the next trainable token of the same sample, 0 at the last one."""
-    found = torch.zeros_like(grid)
-
-    def remember(column: int, after: torch.Tensor) -> torch.Tensor:
-        found[:, column] = after
-        return grid[:, column]
-
-    backward_scan(batch, remember)
-    return found
+    values = _values(batch)
+    delta = token_rewards(rewards, batch) + options.gamma * at_next_token(batch, values) - values
+    return discounted_sums(batch, delta, options.gamma * options.lam)
 
 
 def _values(batch: RewardedBatch) -> torch.Tensor:
