@@ -298,11 +298,14 @@ def test_two_ranks_follow_one(recorded: Run, whole_runs: WholeRuns, tmp_path: Pa
 # ---- real runs -----------------------------------------------------------------------------------------------
 
 
+STEPS = 3
+
+
 def slow_run(new_run: NewRun, directory: Path, **changes: object) -> Run:
     """A run whose buffers fill over seconds, 4 chunks each, until the file `slow` is gone."""
     (directory / "overlap_reward.py").write_text(REWARD)
     (directory / "slow").touch()
-    return new_run(SETTINGS | PRE_STEP | {"trainer.total_training_steps": 4, "trainer.save_freq": 1} | changes)
+    return new_run(SETTINGS | PRE_STEP | {"trainer.total_training_steps": STEPS, "trainer.save_freq": 1} | changes)
 
 
 def takes(run: Run) -> list[tuple[int, int, list[int]]]:
@@ -328,11 +331,13 @@ def test_training_begins_while_rollout_fills_the_buffer(new_run: NewRun, tmp_pat
     run = slow_run(new_run, tmp_path)
     assert run.launch() == 0, run.story()
     report = run.audit()
-    assert report.status == "completed" and report.fates["trained"] == 4 * 8
-    assert [(buffer, len(groups)) for _, buffer, groups in takes(run)] == [(b, 2) for b in range(4) for _ in range(4)]
-    assert len(of(run.records(), Publish)) == 4, "the version advances once a buffer"
+    assert report.status == "completed" and report.fates["trained"] == STEPS * 8
+    assert [(buffer, len(groups)) for _, buffer, groups in takes(run)] == [
+        (b, 2) for b in range(STEPS) for _ in range(4)
+    ]
+    assert len(of(run.records(), Publish)) == STEPS, "the version advances once a buffer"
     rows = read_metrics(run.dir.metrics)
-    assert [row["overlap/parts"] for row in rows] == [4] * 4
+    assert [row["overlap/parts"] for row in rows] == [4] * STEPS
     assert all(0 < row["overlap/hidden_fraction"] < 1 for row in rows)
     # The engine's weights are those of the buffer's start, and so are the old log-probs of every chunk.
     assert all(abs(row["rollout_corr/kl"]) < 1e-3 for row in rows)
@@ -350,8 +355,8 @@ def test_a_trainer_killed_inside_a_buffer_trains_it_again_with_the_same_groups(n
     again = [g for incarnation, b, cut in takes(run) if (incarnation, b) == (1, buffer) for g in cut]
     assert again[: len(groups)] == groups and len(again) == 8
     report = run.audit()
-    assert report.status == "completed" and report.fates["trained"] == 4 * 8
-    assert run.steps() == [1, 2, 3, 4]
+    assert report.status == "completed" and report.fates["trained"] == STEPS * 8
+    assert run.steps() == list(range(1, STEPS + 1))
 
 
 def test_a_coordinator_killed_inside_a_buffer_goes_on_with_the_next_chunk(new_run: NewRun, tmp_path: Path) -> None:
@@ -359,10 +364,11 @@ def test_a_coordinator_killed_inside_a_buffer_goes_on_with_the_next_chunk(new_ru
     run.start()
     buffer, groups = run.until(lambda: begun(run), "a buffer was begun")
     run.kill("coordinator")
+    (tmp_path / "slow").unlink()
     assert run.wait() == 0, run.story()
     chunks = [cut for incarnation, b, cut in takes(run) if b == buffer]
     assert [g for cut in chunks for g in cut][: len(groups)] == groups and [len(cut) for cut in chunks] == [2] * 4
-    assert len(of(run.records(), Start)) == 1 and run.audit().fates["trained"] == 4 * 8
+    assert len(of(run.records(), Start)) == 1 and run.audit().fates["trained"] == STEPS * 8
 
 
 def test_ctrl_c_inside_a_buffer_saves_the_weights_from_before_it(new_run: NewRun, tmp_path: Path) -> None:
@@ -377,4 +383,4 @@ def test_ctrl_c_inside_a_buffer_saves_the_weights_from_before_it(new_run: NewRun
     assert [s.version for s in starts] == [0, buffer], "the checkpoint of the drain is that of the last whole buffer"
     again = [g for incarnation, b, cut in takes(run) if (incarnation, b) == (1, buffer) for g in cut]
     assert again[: len(groups)] == groups
-    assert run.audit().fates["trained"] == 4 * 8
+    assert run.audit().fates["trained"] == STEPS * 8
