@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
@@ -11,6 +13,9 @@ ACTOR = "train_actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
 ONLY_ONE = ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
 """Kinds of model parallelism that a user of verl may name and that this version lacks."""
+
+MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
+"""model_type of the families that the megatron backend maps."""
 
 
 def has_megatron() -> bool:
@@ -86,6 +91,31 @@ def _check_fsdp(config: Config) -> None:
             f"{ACTOR}.fsdp_config.fsdp_size={shards} does not divide the {ranks} trainer ranks "
             "(psrl.deployment.train_nnodes x train_ngpus_per_node): choose a divisor, or -1 for all of them."
         )
+
+
+def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
+    """Refuse a model (the contents of its config.json) that the ranks cannot share as the configuration asks."""
+    actor = config.train_actor_rollout_ref.actor
+    heads = model.get("num_attention_heads", 1)
+    if actor.strategy == "megatron":
+        if model.get("model_type") not in MEGATRON_MODELS:
+            raise ConfigError(
+                f"{ACTOR}.strategy=megatron trains {', '.join(MEGATRON_MODELS)}, not {model.get('model_type')}: "
+                f"use {ACTOR}.strategy=fsdp2."
+            )
+        key, size = f"{MEGATRON}.tensor_model_parallel_size", actor.megatron.tensor_model_parallel_size
+        divided = {
+            "attention heads": heads,
+            "key-value heads": model.get("num_key_value_heads", heads),
+            "hidden size": model.get("hidden_size", size),
+            "feed-forward size": model.get("intermediate_size", size),
+        }
+    else:
+        key, size = f"{ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size
+        divided = {"attention heads": heads}
+    for what, number in divided.items():
+        if number % size:
+            raise ConfigError(f"{key}={size} does not divide the model's {what} ({number}): choose a divisor.")
 
 
 def trainer_ranks(config: Config) -> int:

@@ -103,10 +103,16 @@ MAY_CHANGE = (
     "trainer.project_name",
     "trainer.experiment_name",
     "psrl.deployment.",
+    "train_actor_rollout_ref.actor.strategy",
+    "train_actor_rollout_ref.actor.megatron.",
+    "train_actor_rollout_ref.actor.fsdp_config.",
+    "train_actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "train_actor_rollout_ref.actor.checkpoint.",
     "run_dir",
     "note",
 )
-"""Keys and prefixes in which a resumed run may differ from its first start: length, deployment, logging."""
+"""Keys and prefixes in which a resumed run may differ from its first start: length, deployment, the trainer's backend and how it
+is spread over ranks, logging."""
 
 
 def check(config: Config, *, only_planned: bool = False) -> list[str]:
@@ -165,7 +171,7 @@ def check_resume(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         more = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
         raise ConfigError(
             f"{key}={now.get(key)} differs from the {before.get(key)} that run_dir={now.get('run_dir')} was started with{more}: "
-            "a resumed run may change only trainer.total_training_steps, psrl.deployment.* and logging; use the old value or another run_dir."
+            "a resumed run may change only trainer.total_training_steps, psrl.deployment.*, the trainer's backend and logging; use the old value or another run_dir."
         )
 
 

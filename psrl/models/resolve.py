@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from psrl.config.backend_checks import check_model_layout
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.models.tokenizer import load_tokenizer
@@ -60,7 +61,7 @@ def resolve_model(config: Config, run_dir: RunDir) -> ModelSource:
     else:
         raise ConfigError(f"model.name={name} is unknown: allowed are {TINY}, {SMOLLM2}, or {HF} with model.path.")
     source = _find(record)
-    _refuse_short_context(source, config)
+    _refuse_unfit(source, config)
     note = _note(run_dir)
     if not note.exists():
         publish(note, msgspec.json.encode(record))
@@ -70,7 +71,7 @@ def resolve_model(config: Config, run_dir: RunDir) -> ModelSource:
 def check_model(config: Config) -> None:
     """What can be told of the configured model without a run directory. ConfigError if a run would refuse it."""
     if config.model.path is not None:
-        _refuse_short_context(describe_model(Path(config.model.path).expanduser().absolute()), config)
+        _refuse_unfit(describe_model(Path(config.model.path).expanduser().absolute()), config)
 
 
 def run_model(run_dir: RunDir) -> ModelSource:
@@ -153,6 +154,12 @@ def _checked(path: Path) -> Path:
             f"model.path={path} lacks {', '.join(missing)}: give a Hugging Face model directory with safetensors."
         )
     return path
+
+
+def _refuse_unfit(source: ModelSource, config: Config) -> None:
+    _refuse_short_context(source, config)
+    settings = _json(source.path / "config.json")
+    check_model_layout(config, settings.get("text_config") or settings)
 
 
 def _refuse_short_context(source: ModelSource, config: Config) -> None:

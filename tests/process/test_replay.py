@@ -113,3 +113,21 @@ def test_two_trainer_ranks_train_end_to_end(
     assert ps_mode in (summary["transport"].split()[0], "auto")
     kl = [abs(row["rollout_corr/kl"]) for row in read_metrics(run_dir / "metrics.jsonl") if row["staleness/max"] == 0]
     assert kl and max(kl) < 1e-3  # what the instances sampled with is what the ranks trained: no stale or torn weights
+
+
+@MEGATRON
+def test_a_run_goes_on_with_another_backend_on_other_ranks(recorded: Path, tmp_path: Path) -> None:
+    run_dir, model = tmp_path / "run", f"model={recorded / 'model'}"
+    launch(run_dir, model, "trainer.total_training_steps=4")
+    launch(
+        run_dir,
+        model,
+        f"{ACTOR}.strategy=megatron",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+        "psrl.deployment.train_ngpus_per_node=2",
+    )
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["steps"] == 8
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    kl = [abs(row["rollout_corr/kl"]) for row in rows if row["staleness/max"] == 0]
+    assert len(rows) == 8 and kl and max(kl) < 1e-3

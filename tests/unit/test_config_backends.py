@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from psrl.config.backend_checks import check_backend
+from psrl.config.backend_checks import check_backend, check_model_layout
+from psrl.config.checks import check_resume
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 
@@ -80,3 +81,67 @@ def test_a_missing_package_is_one_sentence():
 )
 def test_accepted(actor):
     check_backend(config(**actor), megatron_installed=True)
+
+
+QWEN = {
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+}
+
+
+@pytest.mark.parametrize(
+    ("actor", "model", "message"),
+    [
+        (
+            {"strategy": "megatron"},
+            QWEN | {"model_type": "gemma3_text"},
+            r"strategy=megatron trains llama, qwen2, qwen3, not gemma3_text: use .*strategy=fsdp2",
+        ),
+        (
+            {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 16}},
+            QWEN,
+            r"tensor_model_parallel_size=16 does not divide the model's key-value heads \(8\): choose a divisor",
+        ),
+        (
+            {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
+            QWEN | {"intermediate_size": 3074},
+            r"does not divide the model's feed-forward size \(3074\)",
+        ),
+        (
+            {"ulysses_sequence_parallel_size": 3},
+            QWEN,
+            r"ulysses_sequence_parallel_size=3 does not divide the model's attention heads \(16\)",
+        ),
+    ],
+)
+def test_models_that_ranks_cannot_share_are_refused_before_anything_starts(actor, model, message):
+    with pytest.raises(ConfigError, match=message):
+        check_model_layout(config(**actor), model)
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [
+        {},
+        {"ulysses_sequence_parallel_size": 16},
+        {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 8}},
+    ],
+)
+def test_models_that_ranks_can_share(actor):
+    check_model_layout(config(**actor), QWEN)
+
+
+def test_a_resumed_run_may_have_another_backend_on_other_ranks():
+    actor = "train_actor_rollout_ref.actor"
+    before = {
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.megatron.tensor_model_parallel_size": 1,
+        f"{actor}.optim.lr": 1e-6,
+    }
+    now = before | {f"{actor}.strategy": "megatron", f"{actor}.megatron.tensor_model_parallel_size": 2}
+    check_resume(before, now)
+    with pytest.raises(ConfigError, match=r"optim\.lr=0\.1 differs"):
+        check_resume(before, now | {f"{actor}.optim.lr": 0.1})

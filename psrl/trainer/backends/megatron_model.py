@@ -20,9 +20,9 @@ with warnings.catch_warnings():  # without Apex and TransformerEngine it says so
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
+from psrl.config.backend_checks import MEGATRON_MODELS
 from psrl.trainer.backends.hf_mapping import Dense, Rule, block, join_local, padded_vocabulary, rules
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length and that leave the attention scores alone."""
 SIZE_KEY = "train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
@@ -35,8 +35,8 @@ def dense_shape(config: PretrainedConfig, size: int) -> Dense:
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     bias = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(f"the megatron backend trains {', '.join(MODEL_TYPES)}, not {config.model_type}: {OTHER}")
+    if config.model_type not in MEGATRON_MODELS:
+        raise ValueError(f"the megatron backend trains {', '.join(MEGATRON_MODELS)}, not {config.model_type}: {OTHER}")
     if kinds != {"full_attention"} or bias or config.hidden_act != "silu" or rope not in ROPE_TYPES:
         raise ValueError(
             f"this {config.model_type} model has attention of the kinds {sorted(kinds)}, biases={bool(bias)}, activation "
