@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from psrl.protocol.control import InstanceInfo
 from psrl.protocol.generation import EngineStats
 
-
 UNLIMITED = 1 << 30
 
 
