@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from psrl.config.backend_checks import trainer_ranks
 from psrl.config.errors import ConfigError
 from psrl.config.redundancy import redundant_sizes
 
