@@ -78,7 +78,7 @@ def train(config, groups, *, ranks=1, steps=2, share=False, lr=0.5, only_critic=
 
         return work
 
-    results = run_ranks([of_rank(rank) for rank in range(ranks)])
+    results = run_ranks([of_rank(rank) for rank in range(ranks)]) if ranks > 1 else [of_rank(0)(list)]
     assert all(torch.equal(a, results[0][0]) and torch.equal(c, results[0][1]) for a, c, _, _ in results)
     return results[0]
 
@@ -88,7 +88,9 @@ def test_it_learns_a_constant_return():
     for group in groups:
         for sample in group.samples:
             sample.reward = 0.75
-    _, _, rows, _ = train(make_gae(cliprange_value=None), groups, steps=30, lr=2.0)
+    config = make_gae(cliprange_value=None)
+    config.algorithm.lam = 1.0
+    _, _, rows, _ = train(config, groups, steps=30, lr=2.0)
     assert rows[0]["critic/values/mean"] == 0.0
     assert rows[0]["critic/returns/mean"] == pytest.approx(0.75)
     losses = [row["critic/vf_loss"] for row in rows]

@@ -19,7 +19,7 @@ class FSDP2Critic(FSDP2Backend):
     """Value model of one trainer rank, sharded as the policy is (`actor`), with an optimizer of its own (`critic`).
 
     `model`: a causal language model, which this takes over; its output layer gives way to a scalar head of zeros. So all values
-    are exactly 0 at first, and GAE is then the plain discounted return. Rows may share prompts: the value of a response's
+    are exactly 0 at first, and GAE is then the sum of later rewards, discounted by gamma x lambda. Rows may share prompts: the value of a response's
     first token is the prompt's last hidden state, the same for all responses behind it.
     """
 
