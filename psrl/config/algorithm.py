@@ -49,7 +49,7 @@ class KLControlConfig:
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """grpo: relative to the group | rloo: leave-one-out baseline | remax: a greedy sample as baseline |
-    reinforce_plus_plus: normalised over the buffer | gae: with a critic."""
+    reinforce_plus_plus: normalised over the buffer | gae: with a critic (`critic.*`; fsdp2 only)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages by the group's standard deviation; False: Dr. GRPO."""
     gamma: float = 1.0

@@ -6,9 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from psrl.config import algorithm_checks
+from psrl.config import algorithm_checks, critic_checks
 from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.backend_checks import check_backend, has_megatron
+from psrl.config.critic_checks import check_critic
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.overlap import GRANULARITIES, SCOPES
@@ -32,10 +33,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train_actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "data.truncation": ("skip", "error"),
     **algorithm_checks.CHOICES,
+    **critic_checks.CHOICES,
 }
 NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
     ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
-    ("algorithm.adv_estimator", "gae"): "reinforce_plus_plus",
 }
 """Values that a job can be planned with but that this version cannot run, and what there is instead."""
 AT_LEAST: dict[str, float] = {
@@ -80,6 +81,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.total_epochs": 1,
     "trainer.keep_last": 1,
     **algorithm_checks.AT_LEAST,
+    **critic_checks.AT_LEAST,
 }
 POSITIVE: tuple[str, ...] = (
     "psrl.fault_tolerance.hello_timeout_s",
@@ -96,6 +98,7 @@ POSITIVE: tuple[str, ...] = (
     "train_actor_rollout_ref.actor.grad_clip",
     "gen_actor_rollout_ref.rollout.top_p",
     *algorithm_checks.POSITIVE,
+    *critic_checks.POSITIVE,
 )
 MAY_CHANGE = (
     "trainer.total_training_steps",
@@ -127,6 +130,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     redundancy = check_redundancy(config)
     check_backend(config, megatron_installed=only_planned or has_megatron())
     algorithm_warnings = check_algorithm(config)
+    check_critic(config)
     overlap_notices = check_overlap(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."

@@ -14,6 +14,7 @@ from psrl.config.actor import OptimConfig as OptimConfig
 from psrl.config.actor import TrainActorConfig
 from psrl.config.algorithm import AlgorithmConfig, OverlongBufferConfig
 from psrl.config.coordination import GroupPostProcessConfig, RolloutCoordinationConfig
+from psrl.config.critic import CriticConfig
 from psrl.config.overlap import FineGrainOverlapConfig
 
 
@@ -253,6 +254,8 @@ class TrainerConfig:
     """Optimizer buffers to train; null: as total_epochs gives."""
     total_epochs: int | None = None
     """Passes over the data; null with total_training_steps set: as many as are needed."""
+    critic_warmup: int = 0
+    """Buffers at the start of a run that only the critic learns from (algorithm.adv_estimator=gae)."""
     test_freq: int = -1
     """Versions from one validation to the next, and one more at the end; 0 or less: no validation. Version v is validated
     while training goes on (`validation.jsonl`); if it is due while the validation instances are busy or not there yet, the
@@ -283,6 +286,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     gen_actor_rollout_ref: GenConfig = field(default_factory=GenConfig)
     train_actor_rollout_ref: TrainActorConfig = field(default_factory=TrainActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     run_dir: str | None = None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from psrl.config.algorithm_checks import needs_reference
+from psrl.config.critic_checks import needs_critic
 from psrl.config.schema import Config
 from psrl.models.load import load_causal_lm
 from psrl.models.resolve import run_model
@@ -28,12 +29,13 @@ from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, UPDATE, WAIT, Timeli
 from psrl.trainer import checkpoints
 from psrl.trainer.arrivals import Arrivals, InterruptedStepError
 from psrl.trainer.backends.core import BackendCore
+from psrl.trainer.backends.critic import FSDP2Critic
 from psrl.trainer.backends.make import make_backend
 from psrl.trainer.chunks import chunk_plan
 from psrl.trainer.feed import Feed, Order, broadcast_order
 from psrl.trainer.objective import kl_control
 from psrl.trainer.rendezvous import init_process_group
-from psrl.trainer.saving import Saved, Saver
+from psrl.trainer.saving import Saved, Saver, load_checkpoint
 from psrl.trainer.step import train_step
 from psrl.weights.channel.select import make_publisher
 
@@ -56,6 +58,7 @@ class Trainer:
             total_steps=optimizer_steps(config),
         )
         self.reference = make_reference(config, source.path) if needs_reference(config) else None
+        self.critic = make_critic(config, source.path) if needs_critic(config) else None
         self.kl = kl_control(config)
         self.version = self._resume()
         self.publisher = make_publisher(role, rank, world_size)
@@ -63,8 +66,14 @@ class Trainer:
         self.metrics = MetricsWriter(role.run_dir.metrics) if rank == 0 else None
         self.timeline = Timeline(role.run_dir.timeline / f"{role.name}.{os.getpid()}.jsonl", "trainer", name=role.name)
         self.total_steps = config.trainer.total_training_steps
-        background = config.train_actor_rollout_ref.actor.checkpoint.async_save
-        self.saver = Saver(self.actor, role.run_dir.checkpoints, self.version, self._barrier, background=background)
+        self.saver = Saver(
+            self.actor,
+            role.run_dir.checkpoints,
+            self.version,
+            self._barrier,
+            background=config.train_actor_rollout_ref.actor.checkpoint.async_save,
+            critic=self.critic,
+        )
         self.chunks = chunk_plan(config)
         self.timings: dict[str, float] = {}
         self.counters: dict[str, int] = {}
@@ -79,7 +88,7 @@ class Trainer:
         metadata = checkpoints.read_metadata(found)
         version = int(metadata["version"])
         self.kl = kl_control(self.role.config, metadata.get("kl_coef"))
-        self.actor.load(found)
+        load_checkpoint(found, self.actor, self.critic)
         log.info("resumed from %s at version %d", found.name, version)
         return version
 
@@ -125,7 +134,16 @@ class Trainer:
     def _train(self, arrivals: Arrivals, incarnation: int, begun: float) -> None:
         """One step: update on the buffer, publish the new version, checkpoint if it is due, write the metrics."""
         read = arrivals.timed_read(self._read)
-        result = train_step(self.actor, self.role.config, arrivals, read, reference=self.reference, kl=self.kl)
+        result = train_step(
+            self.actor,
+            self.role.config,
+            arrivals,
+            read,
+            reference=self.reference,
+            kl=self.kl,
+            critic=self.critic,
+            only_critic=self.version < self.role.config.trainer.critic_warmup,
+        )
         self.kl = result.kl
         overlap = self._note(arrivals)
         self.version += 1
@@ -255,13 +273,30 @@ def make_reference(config: Config, path: Path) -> BackendCore:
     )
 
 
+def make_critic(config: Config, path: Path) -> FSDP2Critic:
+    """The value model before it has learned anything, from the initial weights of the policy."""
+    buffers, minis = config.trainer.total_training_steps, mini_batches_of(config)
+    return FSDP2Critic(
+        load_causal_lm(path, config.model.dtype),
+        config.train_actor_rollout_ref.actor,
+        config.critic,
+        total_steps=None if buffers is None else buffers * minis * config.critic.ppo_epochs,
+    )
+
+
 def optimizer_steps(config: Config) -> int | None:
-    """Optimizer steps of the whole run, None while its length is open."""
-    buffers, actor = config.trainer.total_training_steps, config.train_actor_rollout_ref.actor
+    """Optimizer steps of the policy in the whole run, None while its length is open."""
+    buffers = config.trainer.total_training_steps
     if buffers is None:
         return None
-    minis = config.psrl.staleness_buffer_entries // (actor.ppo_mini_batch_size or config.psrl.staleness_buffer_entries)
-    return buffers * minis * actor.ppo_epochs
+    learning = buffers - config.trainer.critic_warmup
+    return learning * mini_batches_of(config) * config.train_actor_rollout_ref.actor.ppo_epochs
+
+
+def mini_batches_of(config: Config) -> int:
+    """Mini-batches of a buffer."""
+    entries = config.psrl.staleness_buffer_entries
+    return entries // (config.train_actor_rollout_ref.actor.ppo_mini_batch_size or entries)
 
 
 def main() -> int:

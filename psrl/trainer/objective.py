@@ -12,6 +12,7 @@ from psrl.algorithms.overlong import overlong_penalty
 from psrl.algorithms.policy import PolicyLoss
 from psrl.algorithms.policy_losses import Clip
 from psrl.algorithms.rollout_correction import Correction, Rule
+from psrl.algorithms.value import ValueLoss
 from psrl.config.correction import parse_correction
 from psrl.config.schema import Config
 from psrl.trainer.backends.base import MicroBatch, TrainBackend
@@ -66,6 +67,12 @@ def policy_loss(actor: TrainBackend, config: Config, batches: Sequence[MicroBatc
     """The loss of one optimizer step over these micro-batches of this rank. Collective: it counts those of all ranks."""
     tokens, sequences = actor.all_sum([count_loss_tokens(batches), count_loss_sequences(batches)])
     return _loss_over(config, int(tokens), int(sequences))
+
+
+def value_loss(actor: TrainBackend, config: Config, batches: Sequence[MicroBatch]) -> ValueLoss:
+    """The critic's of one optimizer step over these micro-batches of this rank. Collective."""
+    (tokens,) = actor.all_sum([count_loss_tokens(batches)])
+    return ValueLoss(int(tokens), config.critic.cliprange_value)
 
 
 def undivided_loss(config: Config) -> PolicyLoss:

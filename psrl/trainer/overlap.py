@@ -1,7 +1,8 @@
 """Scopes of fine-grain overlap that train before the whole buffer is there. See `step.recompute` for the one that does not.
 
 Both take optimizer steps while later parts still come. The old log-probs of a buffer are those of the weights at its start
-whatever has been stepped since, and a step that is interrupted goes back to there: hence `remember`.
+whatever has been stepped since, and a step that is interrupted goes back to there: hence `remember`. A critic needs none of it,
+since it learns after the buffer.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from psrl.trainer.pipeline import Pipeline
 
 Steps = list[list[MicroBatch]]
 """The micro-batches so far of each optimizer step of the buffer."""
+Trained = tuple[Steps, list[dict[str, float]]]
+"""All micro-batches of the buffer with what they were trained on, and the results of the policy's updates."""
 
 
-def pre_step(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> list[dict[str, float]]:
+def pre_step(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> Trained:
     """Advantages of each part, and an optimizer step on each of its mini-batches."""
     _remember(pipeline)
     updates: list[dict[str, float]] = []
@@ -28,10 +31,10 @@ def pre_step(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) ->
             join(steps, mini)
             if mini.complete:
                 updates.append(pipeline.update(steps[mini.number]))
-    return updates
+    return steps, updates
 
 
-def accumulate(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> list[dict[str, float]]:
+def accumulate(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> Trained:
     """Advantages and backward passes of each part; when a mini-batch is complete, its gradient is divided by all that is in it
     and the optimizer step taken. Further epochs follow on the whole buffer."""
     _remember(pipeline)
@@ -43,7 +46,7 @@ def accumulate(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) 
             join(steps, mini)
             if mini.complete:
                 updates.append(pipeline.step_accumulated(steps[mini.number]))
-    return updates + [pipeline.update(step) for _ in range(1, pipeline.epochs) for step in steps]
+    return steps, updates + [pipeline.update(step) for _ in range(1, pipeline.epochs) for step in steps]
 
 
 def join(steps: Steps, mini: MiniBatch) -> None:

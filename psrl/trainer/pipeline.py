@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from psrl.algorithms import value
 from psrl.algorithms.kl import KLControl
+from psrl.algorithms.metrics import combine
 from psrl.config.schema import Config
 from psrl.trainer.arriving import ArrivingBatch, MiniBatch
-from psrl.trainer.backends.base import MicroBatch, TrainBackend
-from psrl.trainer.objective import policy_loss, undivided_loss
+from psrl.trainer.backends.base import MicroBatch, TrainBackend, ValueBackend
+from psrl.trainer.objective import policy_loss, undivided_loss, value_loss
 from psrl.trainer.stages import (
     needs_old_log_probs,
     with_advantages,
@@ -17,18 +19,21 @@ from psrl.trainer.stages import (
     with_kl_penalty,
     with_old_log_probs,
     with_reference,
+    with_values,
 )
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """One step of `actor`. `reference` is the frozen initial policy, `kl` the controller of the penalty in the reward (None:
-    there is none)."""
+    """One step of `actor`. `reference` is the frozen initial policy, `kl` the controller of the penalty in the reward, `critic`
+    the value model of gae (None: there is none). `only_critic`: the policy stays as it is."""
 
     actor: TrainBackend
     config: Config
     reference: TrainBackend | None = None
     kl: KLControl | None = None
+    critic: ValueBackend | None = None
+    only_critic: bool = False
     _penalties: list[tuple[float, int]] = field(default_factory=list)
 
     @property
@@ -43,7 +48,7 @@ class Pipeline:
 
     def forward_passes(self, mini: MiniBatch) -> MiniBatch:
         """What each sample needs by itself: old log-probs, those of the weights at the buffer's start whatever was stepped
-        since, and the reference's. The first optimizer step of a buffer, unless it is repeated, makes its own old ones."""
+        since, the reference's, and the critic's values. The first optimizer step of a buffer, unless it is repeated, makes its own old ones."""
         batches = mini.batches
         updates = 1 if mini.number == 0 and self.epochs == 1 else self.mini_batches * self.epochs
         if needs_old_log_probs(self.config, updates):
@@ -51,6 +56,8 @@ class Pipeline:
                 batches = with_old_log_probs(self.actor, batches)
         if self.reference is not None:
             batches = with_reference(self.reference, batches)
+        if self.critic is not None:
+            batches = with_values(self.critic, batches)
         return replace(mini, batches=batches)
 
     def score(self, batch: ArrivingBatch, steps: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
@@ -68,6 +75,8 @@ class Pipeline:
 
     def update(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         """An optimizer step on all micro-batches of a mini-batch; what the actor's `update` returns."""
+        if self.only_critic:
+            step = []
         return self.actor.update(step, policy_loss(self.actor, self.config, step))
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> None:
@@ -78,6 +87,18 @@ class Pipeline:
         """The optimizer step of a mini-batch whose micro-batches, all of `step`, went through `accumulate`."""
         whole, undivided = policy_loss(self.actor, self.config, step), undivided_loss(self.config)
         return self.actor.apply_gradients(whole.aggregation.denominator / undivided.aggregation.denominator)
+
+    def update_critic(self, steps: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
+        """The critic's optimizer steps on the whole scored buffer, one a mini-batch and epoch; its metrics."""
+        if self.critic is None:
+            return {}
+        updates = [
+            self.critic.update(step, value_loss(self.actor, self.config, step))
+            for _ in range(self.config.critic.ppo_epochs)
+            for step in steps
+        ]
+        last = {name: updates[-1][name] for name in ("critic/grad_norm", "critic/lr", "critic/skipped_steps")}
+        return value.finalise(combine(updates)) | last
 
     def penalty(self) -> tuple[KLControl | None, dict[str, float]]:
         """The controller for the next step and the metrics of this one. All of a buffer has the same coefficient."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from psrl.config.algorithm_checks import needs_reference
+from psrl.config.critic_checks import needs_critic
 from psrl.config.schema import Config
 from psrl.coordinator.ledger import replay
 from psrl.coordinator.records import Start, Take
@@ -32,12 +33,22 @@ from psrl.role import load_config
 from psrl.rundir.layout import RunDir
 from psrl.rundir.segments import read_sample
 from psrl.trainer.backends.make import make_backend
+from psrl.trainer.checkpoints import read_metadata
 from psrl.trainer.chunks import Part, chunk_plan, recorded_parts
-from psrl.trainer.main import make_reference, optimizer_steps
+from psrl.trainer.main import make_critic, make_reference, optimizer_steps
 from psrl.trainer.objective import kl_control
+from psrl.trainer.saving import load_checkpoint
 from psrl.trainer.step import train_step
 
-CURVE = ("actor/pg_loss", "actor/grad_norm", "actor/loss_tokens", "rollout_corr/kl")
+CURVE = (
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/loss_tokens",
+    "rollout_corr/kl",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "critic/values/mean",
+)
 
 _decode = msgspec.msgpack.Decoder(Group).decode
 
@@ -75,19 +86,38 @@ class Replay:
         )
         needed = needs_reference(self.config)
         self.reference = make_reference(self.config, run_model(run_dir).path) if needed else None
+        self.critic = make_critic(self.config, run_model(run_dir).path) if needs_critic(self.config) else None
         self.kl = kl_control(self.config)
+        self.version = 0
+        """Buffers trained so far."""
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on after a checkpoint of the run."""
+        metadata = read_metadata(checkpoint)
+        load_checkpoint(checkpoint, self.actor, self.critic)
+        self.kl = kl_control(self.config, metadata.get("kl_coef"))
+        self.version = int(metadata["version"])
 
     def rows(self, steps: int | None = None) -> Iterator[dict[str, float]]:
-        """Train one buffer after the other; one row of `CURVE` a buffer."""
+        """Train one buffer after the other; one row a buffer, of what it has of `CURVE`."""
         chunks = chunk_plan(self.config)
-        for buffer in islice(recorded_buffers(self.run_dir, self.config), steps):
+        for buffer in islice(recorded_buffers(self.run_dir, self.config), self.version, steps):
             metrics = self.train_buffer(recorded_parts(buffer, chunks))
-            yield {name: metrics[name] for name in CURVE}
+            yield {name: metrics[name] for name in CURVE if name in metrics}
 
     def train_buffer(self, parts: Iterable[Part]) -> dict[str, float]:
         """Train one buffer; its metrics."""
-        result = train_step(self.actor, self.config, parts, self._read, reference=self.reference, kl=self.kl)
-        self.kl = result.kl
+        result = train_step(
+            self.actor,
+            self.config,
+            parts,
+            self._read,
+            reference=self.reference,
+            kl=self.kl,
+            critic=self.critic,
+            only_critic=self.version < self.config.trainer.critic_warmup,
+        )
+        self.kl, self.version = result.kl, self.version + 1
         return result.metrics
 
     def _read(self, taken: TakenGroup) -> Group:

@@ -15,7 +15,7 @@ from psrl.algorithms.advantages import ESTIMATORS, SampleRewards
 from psrl.algorithms.kl import KLControl, kl_estimate
 from psrl.algorithms.rollout_correction import apply_correction
 from psrl.config.schema import Config
-from psrl.trainer.backends.base import MicroBatch, TrainBackend
+from psrl.trainer.backends.base import MicroBatch, TrainBackend, ValueBackend
 from psrl.trainer.objective import advantage_options, correction_of
 
 
@@ -37,6 +37,11 @@ def with_old_log_probs(actor: TrainBackend, batches: Sequence[MicroBatch]) -> li
 def with_reference(reference: TrainBackend, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Log-probs of the frozen initial policy. Collective."""
     return [replace(batch, ref_log_probs=reference.log_probs(batch)) for batch in batches]
+
+
+def with_values(critic: ValueBackend, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Those of the critic now, which learns from a buffer only when all of it was used. Collective."""
+    return [replace(batch, values=critic.values(batch)) for batch in batches]
 
 
 @dataclass(frozen=True, slots=True)

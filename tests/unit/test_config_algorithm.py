@@ -47,7 +47,6 @@ def composed(*overrides: str):
         (["algorithm.adv_estimator=ppo"], ["adv_estimator=ppo", "grpo | gae"]),
         (["psrl.rollout_n=1"], ["psrl.rollout_n=1", "adv_estimator=grpo", "reinforce_plus_plus"]),
         (["psrl.rollout_n=1", "algorithm.adv_estimator=rloo"], ["psrl.rollout_n=1", "adv_estimator=rloo"]),
-        (["algorithm.adv_estimator=gae"], ["adv_estimator=gae", "not in this version"]),
         (["algorithm.gamma=1.5"], ["algorithm.gamma=1.5", "at most 1"]),
         (["algorithm.lam=-0.1"], ["algorithm.lam=-0.1", "at least 0"]),
         (["algorithm.kl_ctrl.type=linear"], ["kl_ctrl.type=linear", "fixed | adaptive"]),
@@ -207,6 +206,15 @@ def test_every_shipped_algorithm_is_accepted(name: str) -> None:
     config = OmegaConf.to_object(compose_config(overrides))
     assert check(config) == []
     assert (name == "grpo") == (config == OmegaConf.to_object(compose_config(overrides[1:])))
+
+
+def test_dapo_samples_dynamically() -> None:
+    overrides = ["algorithm=dapo", "data.train_files=/x.parquet", "psrl.rollout_n=8", "trainer.total_epochs=1"]
+    config = OmegaConf.to_object(compose_config(overrides))
+    process, groups = config.psrl.group_post_process, config.algorithm.filter_groups
+    assert (process.enable, process.name) == (True, "dynamic_sampling_filter")
+    assert (groups.metric, groups.max_num_gen_batches) == ("seq_reward", 10)
+    assert config.reward.overlong_buffer.enable
 
 
 def test_keys_of_the_algorithm_may_be_set_beside_its_name() -> None:

@@ -150,3 +150,13 @@ class TrainBackend(Protocol):
         ...
 
     def load(self, directory: Path) -> None: ...
+
+
+class ValueBackend(TrainBackend, Protocol):
+    """The critic: a model that is trained as the policy is but gives one number a token."""
+
+    def values(self, batch: MicroBatch) -> torch.Tensor:
+        """The return that is expected where token t is about to be written, no gradient, float32 [rows, length], 0 where
+        `loss_mask` is not set. Its `update` calls `loss_fn(values, batch)` with such a grid, with gradient, and returns
+        `critic/grad_norm` and `critic/lr`."""
+        ...

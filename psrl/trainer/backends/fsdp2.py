@@ -122,8 +122,8 @@ class FSDP2Backend(BackendCore):
         def grid(values: torch.Tensor) -> torch.Tensor:
             return grid_of(values, targets, batch.input_ids.shape)
 
-        log_probs = token_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature)
-        return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
+        values, entropies = self._of_outputs(logits, batch.input_ids.flatten()[targets], entropy)
+        return grid(values), None if entropies is None else grid(entropies)
 
     def _outputs_of_part(self, batch: MicroBatch, ulysses: Ulysses, entropy: bool) -> TokenOutputs:
         """The same where this rank runs a part of each row: it answers for the tokens that are predicted there."""
@@ -136,8 +136,13 @@ class FSDP2Backend(BackendCore):
         def grid(values: torch.Tensor) -> torch.Tensor:
             return ulysses.leave(grid_of(values, targets, padded.input_ids.shape), batch.input_ids.shape[1])
 
-        log_probs = token_log_probs(logits, padded.input_ids.flatten()[targets], self.temperature)
-        return grid(log_probs), grid(token_entropies(logits, self.temperature)) if entropy else None
+        values, entropies = self._of_outputs(logits, padded.input_ids.flatten()[targets], entropy)
+        return grid(values), None if entropies is None else grid(entropies)
+
+    def _of_outputs(self, outputs: torch.Tensor, tokens: torch.Tensor, entropy: bool) -> TokenOutputs:
+        """From what the output layer gives at the predictors of `tokens` [n] to (log-probs, entropies if asked for), each [n]."""
+        log_probs = token_log_probs(outputs, tokens, self.temperature)
+        return log_probs, token_entropies(outputs, self.temperature) if entropy else None
 
     def _logits(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
         """[n, vocabulary] at the flat `places` [n] of the input."""
