@@ -9,4 +9,4 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=
 .venv/bin/mypy
 workers=$(nproc)
 # Whole files go to a worker, so that fixtures are shared; half of the time is spent waiting for deadlines.
-exec .venv/bin/python -m pytest -m "not gpu" -n "$((workers < 4 ? workers : 4))" --dist loadfile "$@"
+exec .venv/bin/python -m pytest -m "not gpu and not slow" -n "$((workers < 4 ? workers : 4))" --dist loadfile "$@"

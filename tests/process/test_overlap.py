@@ -371,6 +371,7 @@ def test_a_coordinator_killed_inside_a_buffer_goes_on_with_the_next_chunk(new_ru
     assert len(of(run.records(), Start)) == 1 and run.audit().fates["trained"] == STEPS * 8
 
 
+@pytest.mark.slow
 def test_ctrl_c_inside_a_buffer_saves_the_weights_from_before_it(new_run: NewRun, tmp_path: Path) -> None:
     run = slow_run(new_run, tmp_path, **{"trainer.save_freq": 0})
     run.start()

@@ -203,7 +203,7 @@ class Task:
 '''
 
 
-@pytest.mark.parametrize("method", ["truncate", "retry"])
+@pytest.mark.parametrize("method", ["truncate", pytest.param("retry", marks=pytest.mark.slow)])
 def test_long_answers_that_the_trainer_waits_for(new_run: NewRun, tmp_path: Path, method: str) -> None:
     (tmp_path / "uneven.py").write_text(UNEVEN)
     run = new_run(

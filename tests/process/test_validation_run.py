@@ -67,6 +67,7 @@ def test_a_validator_that_dies_costs_its_validation_only(new_run: NewRun) -> Non
     run.nothing_left()
 
 
+@pytest.mark.slow
 def test_a_validator_is_started_again_and_validates_the_last_version(new_run: NewRun) -> None:
     run = new_run(VALIDATED | {"psrl.fault_tolerance.max_restarts": 1})
     run.start()
