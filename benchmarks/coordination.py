@@ -70,7 +70,7 @@ def main() -> int:
         launch(base / "run", [*COMMON, "trainer.total_training_steps=1"])
         cost_model = base / "cost_model.json"
         if any("COST_MODEL" in override for name in args.only for override in CASES[name]):
-            run("psrl.cost_model", "fit", "--grid", "small", "--out", str(cost_model))
+            run("psrl.cost_model", "fit", "--repeats", "6", "--out", str(cost_model))
         runs = scratch / "runs"
         shared = [*COMMON, f"model={base / 'run' / 'model'}", f"trainer.total_training_steps={args.steps}"]
         for number, name in enumerate(args.only):
