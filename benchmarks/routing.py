@@ -31,16 +31,10 @@ from psrl.coordinator.routing.request_num_balance import RequestNumBalance
 from psrl.coordinator.routing.round_robin import RoundRobin
 from psrl.coordinator.routing.throughput_optimal import ThroughputOptimal, ThroughputOptimalWithBudget
 from psrl.coordinator.views import InstanceView
-from psrl.protocol.cost_model import CostModel
+from psrl.cost_model.files import load_cost_model
 from psrl.protocol.generation import EngineStats
 
-MODEL = CostModel(  # a 7B model on one GPU
-    other_threshold=0.0064,
-    other_latency_b=0.0027,
-    other_latency_k=0.0001231,
-    attn_latency_b=0.0028,
-    attn_latency_k=3.35e-08,
-)
+MODEL = load_cost_model("qwen_7b", "TP1_PP1")
 METHODS: dict[str, Callable[[], Router]] = {
     "random": lambda: Random(0),
     "round_robin": RoundRobin,

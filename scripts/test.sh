@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs, checks style and types, then runs every test that needs no GPU. Arguments go to pytest.
+# Installs, checks style and types, then runs the tests that need no GPU, without those marked slow
+# (`-m "not gpu"` brings them back). Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/install.sh dev,smollm2,megatron
