@@ -17,6 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from psrl.trainer.stored import ignore_missing_group, quiet_single_process
 
+WRITE_DEADLINE_S = 1800.0
+"""A file system that has not taken a checkpoint after so long is taken for dead."""
+
 
 class BackgroundSave:
     """See PendingSave. The future ends on a rank only when all ranks have written."""
@@ -39,7 +42,13 @@ class BackgroundSave:
 
     def wait(self) -> float:
         with checkpoint_errors(f"cannot write the checkpoint {self._directory}"):
-            self._future.result()
+            try:
+                self._future.result(WRITE_DEADLINE_S)
+            except TimeoutError as error:
+                raise RuntimeError(
+                    f"the checkpoint {self._directory} is not written after {WRITE_DEADLINE_S:g} s of waiting: look at the "
+                    "file system of run_dir, then start the run again, which goes on from the checkpoint before"
+                ) from error
         return min(self._ended_s, time.monotonic())  # a waiter may wake before the note is made
 
     def _note_end(self, _future: Future[Any]) -> None:
