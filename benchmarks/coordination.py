@@ -3,7 +3,8 @@
     python benchmarks/coordination.py [--steps N] [--only NAME ...] [--keep DIR]
 
 Long-tailed responses, two instances on core 1 with few places each (as on a GPU whose KV cache is full), the trainer on
-core 0. Every run starts from the same weights and trains the same number of groups. `--keep` leaves the runs and the page
+core 0. Every run starts from the same weights and trains the same number of groups; the learning rate is next to nothing, so
+that the work stays the same while weights are published and pulled as ever. `--keep` leaves the runs and the page
 that compares them in DIR.
 
 Redundancy favours short responses: compare tokens/s and mean lengths (of what trained, and a lower bound for all that was
@@ -35,7 +36,7 @@ COMMON = [
     "data.task=longtail_count", "data.max_prompt_length=32", "data.max_response_length=256",
     "model.tiny.warm_start_accuracy=0.6", "psrl.staleness_buffer_entries=8", "psrl.rollout_n=4",
     "gen_actor_rollout_ref.rollout.max_num_seqs=24", f"{ROUTING}max_concurrent_seqs_per_instance=24",
-    "train_actor_rollout_ref.actor.optim.lr=3e-4",
+    "train_actor_rollout_ref.actor.optim.lr=1e-9",
 ]  # fmt: skip
 CASES: dict[str, list[str]] = {
     "default": [],

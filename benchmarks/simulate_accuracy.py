@@ -2,7 +2,8 @@
 
     python benchmarks/simulate_accuracy.py [--steps N] [--work short long-tailed] [--keep DIR]
 
-The third run is synchronous and has another seed. Trainer on core 0, instance on core 1, as in benchmarks/staleness.py, so
+The third run is synchronous and has another seed. The learning rate is next to nothing, so that all runs generate responses of
+one and the same distribution: a simulation foresees time, not how a policy's answers grow or shrink while it learns. Trainer on core 0, instance on core 1, as in benchmarks/staleness.py, so
 that neither takes time from the other; a machine that does other work meanwhile spoils the figures. Exit status 1 if a
 prediction is off by more than 15%.
 """
@@ -31,6 +32,7 @@ from psrl.telemetry.timeline_read import by_name, read_timeline
 
 WORK = {"short": SHORT, "long-tailed": LONG}
 STALENESS = (0, 2)
+STILL = "train_actor_rollout_ref.actor.optim.lr=1e-9"
 LIMIT = 0.15
 LEAST_STEPS = 50
 
@@ -75,7 +77,7 @@ def compare(work: str, steps: int, scratch: Path) -> tuple[list[str], bool]:
     """(lines of the table, whether every prediction is within the limit)."""
     common = [*COMMON, *WORK[work]]
     launch(scratch / "base", [*common, "trainer.total_training_steps=1"])
-    common += [f"model={scratch / 'base' / 'model'}", f"trainer.total_training_steps={steps}"]
+    common += [STILL, f"model={scratch / 'base' / 'model'}", f"trainer.total_training_steps={steps}"]
     launch(scratch / "third", [*common, "psrl.staleness=0", "seed=7", "data.seed=7"])
     found = calibrate(scratch / "third")
     found.save(scratch / "calibration.json")
