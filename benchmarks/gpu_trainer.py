@@ -1,9 +1,9 @@
 """The update step on a GPU: model FLOPs utilisation and peak memory of each backend, and what chunked log-probs save.
 
-    python benchmarks/gpu_trainer.py [--sizes 0.6b 1.7b] [--length 4096] [--rows 4]
+    python benchmarks/gpu_trainer.py [--sizes 0.6b 1.7b] [--length 4096] [--rows 4] [--profile]
 
-Qwen3-shaped models with random weights, rows of `--length` tokens without padding, bfloat16 compute over float32 weights,
-recomputed activations. MFU counts the forward and backward pass of the model once (recomputation is overhead), causal
+Qwen3-shaped models with random weights, rows of `--length` tokens without padding, bfloat16 compute over float32 weights; with
+activations recomputed, kept, and kept without torch.compile. MFU counts the forward and backward pass of the model once (recomputation is overhead), causal
 attention as half of the square, over the matrix rate that the same GPU reaches in the same run (and over the datasheet's).
 """
 
@@ -33,6 +33,11 @@ SIZES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
 }
+ACTIVATIONS: dict[str, dict[str, bool]] = {
+    "recomputed": {"gradient_checkpointing": True},
+    "kept": {},
+    "kept, eager": {"use_torch_compile": False},
+}
 VOCABULARY = 151936
 GIB = 2**30
 
@@ -45,6 +50,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="one more step each: where the time goes, by kernel")
     args = parser.parse_args()
     reached = matrix_rate()
     print(
@@ -56,7 +62,7 @@ def main() -> int:
     head = (
         "model",
         "backend",
-        "recompute",
+        "activations",
         "step s",
         "tokens/s",
         "TFLOP/s",
@@ -64,38 +70,40 @@ def main() -> int:
         "MFU datasheet",
         "peak GiB",
     )
-    print("{:6} {:9} {:10} {:>8} {:>9} {:>8} {:>12} {:>14} {:>9}".format(*head))
+    print("{:6} {:9} {:12} {:>8} {:>9} {:>8} {:>12} {:>14} {:>9}".format(*head))
     for size in args.sizes:
         for backend in args.backends:
             if backend == "megatron" and importlib.util.find_spec("megatron") is None:
                 print(f"{size:6} {backend:9} megatron-core is not installed")
                 continue
-            for recompute in (True, False):
+            for activations in ACTIVATIONS:
                 try:
-                    row = measure(size, backend, recompute, args)
+                    row = measure(size, backend, activations, args)
                 except torch.cuda.OutOfMemoryError:
-                    print(f"{size:6} {backend:9} {recompute!s:10} out of memory")
+                    print(f"{size:6} {backend:9} {activations:12} out of memory")
                     continue
-                step_s, flops, peak = row
+                step_s, flops, peak, profile = row
                 tokens = args.rows * args.length * args.micro_batches
                 print(
-                    f"{size:6} {backend:9} {recompute!s:10} {step_s:8.3f} {tokens / step_s:9.0f} {flops / step_s / 1e12:8.0f} "
+                    f"{size:6} {backend:9} {activations:12} {step_s:8.3f} {tokens / step_s:9.0f} {flops / step_s / 1e12:8.0f} "
                     f"{flops / step_s / reached:12.1%} {flops / step_s / DATASHEET_FLOPS:14.1%} {peak / GIB:9.1f}",
                     flush=True,
                 )
+                if args.profile:
+                    print(profile, flush=True)
                 clean()
     print()
     log_prob_memory(args.length)
     return 0
 
 
-def measure(size: str, backend_name: str, recompute: bool, args: argparse.Namespace) -> tuple[float, float, int]:
-    """(median seconds of a step, floating-point operations of a step, peak bytes)."""
+def measure(size: str, backend_name: str, activations: str, args: argparse.Namespace) -> tuple[float, float, int, str]:
+    """(median seconds of a step, floating-point operations of a step, peak bytes, time by kernel if asked for)."""
     clean()
     config = shape(size)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    actor = ActorConfig(strategy=backend_name, mixed_precision="bfloat16", gradient_checkpointing=recompute)
+    actor = ActorConfig(strategy=backend_name, mixed_precision="bfloat16", **ACTIVATIONS[activations])
     backend = make_backend(model, actor, temperature=1.0, device="cuda")
     del model
     rows, length = args.rows, args.length
@@ -114,7 +122,16 @@ def measure(size: str, backend_name: str, recompute: bool, args: argparse.Namesp
         statistics.median(times[1:]),
         step_flops(config, rows, length) * args.micro_batches,
         torch.cuda.max_memory_allocated(),
+        by_kernel(lambda: backend.update(batches, loss)) if args.profile else "",
     )
+
+
+def by_kernel(step: Callable[[], object]) -> str:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)[:20]
+    return "\n".join(f"    {row.self_device_time_total / 1e3:9.1f} ms {row.count:6} x {row.key[:110]}" for row in rows)
 
 
 def shape(size: str) -> PretrainedConfig:
@@ -170,10 +187,16 @@ def log_prob_memory(length: int) -> None:
     def plain(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return logits.float().log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
 
+    def fused(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return token_log_probs(logits, tokens, fused=True)
+
     print(
         f"log-probs of {length} tokens over {VOCABULARY} logits, forward and backward, beside the logits and their gradient"
     )
-    peaks = {name: extra_peak(way, length) for name, way in (("plain", plain), ("chunked", token_log_probs))}
+    peaks = {
+        name: extra_peak(way, length)
+        for name, way in (("plain", plain), ("chunked", token_log_probs), ("fused", fused))
+    }
     for name, (peak, seconds) in peaks.items():
         print(f"  {name:8} {peak / GIB:6.2f} GiB {seconds * 1e3:7.1f} ms")
 

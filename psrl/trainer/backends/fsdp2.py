@@ -84,6 +84,8 @@ class FSDP2Backend(BackendCore):
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
+        if self._fused:
+            _compile(layers)
         settings = actor.fsdp_config
         offload = settings.param_offload and device.type != "cpu"
         self._host_moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -141,7 +143,7 @@ class FSDP2Backend(BackendCore):
 
     def _of_outputs(self, outputs: torch.Tensor, tokens: torch.Tensor, entropy: bool) -> TokenOutputs:
         """From what the output layer gives at the predictors of `tokens` [n] to (log-probs, entropies if asked for), each [n]."""
-        log_probs = token_log_probs(outputs, tokens, self.temperature)
+        log_probs = token_log_probs(outputs, tokens, self.temperature, fused=self._fused)
         return log_probs, token_entropies(outputs, self.temperature) if entropy else None
 
     def _logits(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
@@ -242,6 +244,12 @@ def _checkpoint_activations(layers: list[torch.nn.Module]) -> None:
         layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
         # The layer recomputes only while its own flag says training; its children keep eval mode, hence no dropout.
         layer.training = True
+
+
+def _compile(layers: list[torch.nn.Module]) -> None:
+    """One graph for all layers, since they share their code. Only `forward` is compiled, so FSDP's hooks stay outside."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
 
 
 def _places(parameter: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -146,7 +146,9 @@ class MegatronBackend(BackendCore):
         def grid(values: torch.Tensor) -> torch.Tensor:
             return grid_of(values, targets, batch.input_ids.shape)
 
-        log_probs = part_log_probs(logits, batch.input_ids.flatten()[targets], self.temperature, part)
+        log_probs = part_log_probs(
+            logits, batch.input_ids.flatten()[targets], self.temperature, part, fused=self._fused
+        )
         return grid(log_probs), grid(part_entropies(logits, self.temperature, part)) if entropy else None
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -21,12 +21,12 @@ class VocabularyPart:
 
 
 def part_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, part: VocabularyPart | None
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, part: VocabularyPart | None, *, fused: bool = False
 ) -> torch.Tensor:
     """log_softmax(logits / temperature) at `tokens`: logits [n, part], tokens int64 [n] the same on every rank -> float32 [n],
-    the same on every rank. See `token_log_probs`, which does it where `part` is None."""
+    the same on every rank. See `token_log_probs`, which does it where `part` is None (and then heeds `fused`)."""
     if part is None:
-        return token_log_probs(logits, tokens, temperature)
+        return token_log_probs(logits, tokens, temperature, fused=fused)
     result: torch.Tensor = _LogProbs.apply(logits, tokens, _scale(temperature), part)  # type: ignore[no-untyped-call]
     return result
 
