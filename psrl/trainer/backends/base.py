@@ -106,6 +106,10 @@ class TrainBackend(Protocol):
         `loss_mask` is not set."""
         ...
 
+    def log_probs_of(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """`log_probs` of each: pipeline stages work on several at the same time."""
+        ...
+
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step: gradients of all micro-batches accumulated, clipped, applied. Returns the partial metrics of
         `loss_fn` combined over micro-batches and ranks, and `actor/grad_norm`, `actor/lr`."""
