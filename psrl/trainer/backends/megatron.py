@@ -61,10 +61,10 @@ class MegatronBackend(BackendCore):
         trainable: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        device = torch.device(device)
-        shape, dtype = dense_shape(model.config, actor.megatron), compute_dtype(actor.mixed_precision)
+        device, settings = torch.device(device), actor.megatron
+        shape, dtype = dense_shape(model.config, settings), compute_dtype(actor.mixed_precision)
         ensure_process_group(device)
-        layout = init_layout(actor.megatron, device)
+        layout = init_layout(settings, device)
         super().__init__(
             actor,
             temperature=temperature,
@@ -92,9 +92,8 @@ class MegatronBackend(BackendCore):
         self._sums: dict[str, torch.Tensor] = {}
         """Gradients of those that are stepped in another dtype."""
         self._dtype = model.dtype
-        self._owners = Owners(
-            _replicas(layout, self._seen, actor.megatron.use_distributed_optimizer and trainable),
-            _tied(layout, self._stage) if shape.tied else None,
+        self._owners = _owners(
+            layout, self._seen, _tied(layout, self._stage) if shape.tied else None, settings.use_distributed_optimizer
         )
         self._take_weights(model, trainable)
         if trainable:
@@ -277,16 +276,18 @@ class MegatronBackend(BackendCore):
         self._outside.restore(kind, state, values)
 
 
-def _replicas(layout: Layout, seen: Mapping[str, torch.Tensor], distributed: bool) -> Replicas:
-    place, sizes = layout.replicas, {name: weight.numel() for name, weight in seen.items()}
+def _owners(layout: Layout, seen: Mapping[str, torch.Tensor], tied: Tied | None, distributed: bool) -> Owners:
+    place = layout.replicas
+    copied = tied.name if tied is not None and tied.is_copy else None
+    sizes = {name: weight.numel() for name, weight in seen.items() if name != copied}
     if not distributed or place.size == 1:
-        return Replicas(place.group, place.rank, place.size, None)
-    if place.size >= len(sizes):
+        return Owners(Replicas(place.group, place.rank, place.size, None), tied)
+    if place.size > len(sizes):
         raise ValueError(
             f"{PREFIX}use_distributed_optimizer=True deals {len(sizes)} parameters to {place.size} ranks: set it to False for so "
             "small a model"
         )
-    return Replicas(place.group, place.rank, place.size, deal(sizes, place.size))
+    return Owners(Replicas(place.group, place.rank, place.size, deal(sizes, place.size)), tied)
 
 
 def _tied(layout: Layout, stage: StageLayers) -> Tied | None:
