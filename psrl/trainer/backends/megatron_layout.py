@@ -61,7 +61,9 @@ def init_layout(settings: MegatronConfig, device: torch.device) -> Layout:
     if ranks % (tensor * stages * context):
         raise ValueError(f"{PREFIX}{asked} does not divide the {ranks} trainer ranks")
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**sizes)
+        parallel_state.initialize_model_parallel(
+            **sizes, expert_model_parallel_size=settings.expert_model_parallel_size
+        )
     shape, names = (stages, ranks // tensor // stages, tensor), ("pipeline", "replicas", "tensor")
     layout = Layout(
         tensor=Place(parallel_state.get_tensor_model_parallel_group()),
