@@ -59,7 +59,11 @@ def make_model(tied: bool = True, seed: int = 0, kv_heads: int = 2) -> PreTraine
 
 
 def make_actor(**changes) -> ActorConfig:
-    defaults = {"grad_clip": 1.0, "optim": OptimConfig(lr=1e-3, lr_warmup_steps=3, weight_decay=0.1)}
+    defaults = {
+        "use_torch_compile": False,
+        "grad_clip": 1.0,
+        "optim": OptimConfig(lr=1e-3, lr_warmup_steps=3, weight_decay=0.1),
+    }
     return ActorConfig(**{**defaults, **changes})
 
 
