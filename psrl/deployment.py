@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from psrl.config.errors import ConfigError
 from psrl.config.schema import DeploymentConfig
@@ -17,6 +17,8 @@ class Share:
     instances: range = range(0)
     validators: range = range(0)
     agent_loops: range = range(0)
+    ranks_beside: int = 0
+    """Trainer ranks on the same host that another share starts."""
 
     @property
     def leads(self) -> bool:
@@ -91,10 +93,9 @@ def total_agent_loops(deployment: DeploymentConfig) -> int:
 
 def one_host(deployment: DeploymentConfig) -> list[Share]:
     """Trainers and rollouts on the same host, a share each, however many nodes the deployment would take."""
-    return [
-        _merged("supervisor-trainer", trainer_shares(deployment)),
-        _merged("supervisor-rollout", rollout_shares(deployment)),
-    ]
+    trainers = _merged("supervisor-trainer", trainer_shares(deployment))
+    rollouts = _merged("supervisor-rollout", rollout_shares(deployment))
+    return [trainers, replace(rollouts, ranks_beside=len(trainers.ranks))]
 
 
 def one_node(deployment: DeploymentConfig) -> Share:

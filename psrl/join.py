@@ -23,6 +23,7 @@ from pathlib import Path
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.coordinator.joiners import REFUSED
+from psrl.gpus import NodeGpus, visible_gpus
 from psrl.net.client import Client
 from psrl.net.link import COORDINATOR
 from psrl.outcome import COMPLETED, FAILED, read_outcome
@@ -34,7 +35,7 @@ from psrl.rundir.layout import RunDir
 from psrl.rundir.snapshot import package_dir
 from psrl.supervisor.children import ChildSpec
 from psrl.supervisor.node import NodeSupervisor, become_supervisor, role_environment
-from psrl.supervisor.specs import agent_loop_child, instance_child
+from psrl.supervisor.specs import NO_GPUS, agent_loop_child, instance_child
 
 log = logging.getLogger("psrl.join")
 
@@ -133,8 +134,9 @@ class Joiner:
     def _supervise(self, coordinator: Endpoint) -> int | None:
         """Run the roles until they or the run have ended. Returns the exit code, None if the run may go on later."""
         os.environ.update(role_place(coordinator.address, self.name, os.environ))
+        gpus = NodeGpus(visible_gpus(os.environ))
         specs = joined_children(
-            load_config(self.run_dir), self.run_dir, self.name, self.num_instances, self.num_agent_loops
+            load_config(self.run_dir), self.run_dir, self.name, self.num_instances, self.num_agent_loops, gpus
         )
         supervisor = NodeSupervisor(self.run_dir, self.name, specs, joined=True, early_signals=self.signals)
         log.info("joining the run at %s with %s", coordinator.address, ", ".join(spec.name for spec in specs))
@@ -168,10 +170,10 @@ def joiner_name(environ: Mapping[str, str], host: str, pid: int) -> str:
 
 
 def joined_children(
-    config: Config, run_dir: RunDir, joiner: str, num_instances: int, num_agent_loops: int
+    config: Config, run_dir: RunDir, joiner: str, num_instances: int, num_agent_loops: int, gpus: NodeGpus = NO_GPUS
 ) -> list[ChildSpec]:
-    """What a joiner's supervisor starts."""
-    instances = [instance_child(config, run_dir, f"instance-{joiner}-{i}") for i in range(num_instances)]
+    """What a joiner's supervisor starts. `gpus`: of its node, all for its instances."""
+    instances = [instance_child(config, run_dir, f"instance-{joiner}-{i}", gpus, i) for i in range(num_instances)]
     return instances + [agent_loop_child(config, run_dir, f"agent-loop-{joiner}-{i}") for i in range(num_agent_loops)]
 
 

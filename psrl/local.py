@@ -53,7 +53,7 @@ def run_locally(config: Config, sweep: Mapping[str, Any] | None = None) -> int:
         resuming = read_outcome(run_dir) is not None or bool(read_metrics(run_dir.metrics))
         lay_out(run_dir, config, sweep)
         prepare = [sys.executable, "-m", "psrl.prepare", str(run_dir.path), "--parent", str(os.getpid())]
-        prepared = subprocess.run(prepare, env=role_environment(run_dir))
+        prepared = subprocess.run(prepare, env=role_environment(run_dir) | {"PSRL_LOCAL": "1"})
         if prepared.returncode != 0:
             if fresh:  # a run that was refused leaves nothing behind
                 shutil.rmtree(run_dir.path)

@@ -8,6 +8,7 @@ submission, where no run directory is there yet and the machine may be a small o
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from itertools import islice
@@ -17,6 +18,7 @@ from psrl.config.checks import check_data_size
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.configured_routing import check_cost_model
+from psrl.gpus import check_gpus, visible_gpus
 from psrl.models.resolve import check_model, resolve_model
 from psrl.models.tokenizer import load_tokenizer
 from psrl.role import load_config, parse_config, setup_logging
@@ -27,7 +29,10 @@ from psrl.tasks.base import Task
 from psrl.tasks.prepare import prepare
 from psrl.tasks.registry import build_task, task_spec
 from psrl.tasks.validation import VALIDATION_PROMPTS, training_task, validates, validation_task
+from psrl.trainer.device import check_device
 from psrl.weights.channel.select import settle_mode
+
+log = logging.getLogger("psrl.prepare")
 
 PROMPTS = "prompts.bin"
 EXIT_REFUSED = 2
@@ -36,6 +41,9 @@ EXIT_REFUSED = 2
 def prepare_run(run_dir: RunDir) -> None:
     """Check task and reward, make or find the model, write the prompt file. Raises ConfigError with one sentence."""
     config = load_config(run_dir)
+    check_device(config.trainer.device)
+    for warning in check_gpus(config, visible_gpus(os.environ), one_host=os.environ.get("PSRL_LOCAL") == "1"):
+        log.warning("%s", warning)
     task = check_inputs(config)
     settle_mode(config, run_dir)
     model = resolve_model(config, run_dir)

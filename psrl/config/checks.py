@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train_actor_rollout_ref.actor.strategy": ("fsdp2", "megatron"),
     "train_actor_rollout_ref.actor.mixed_precision": ("float32", "bfloat16"),
     "train_actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    "trainer.device": ("auto", "cpu", "cuda"),
     "data.truncation": ("skip", "error"),
     **algorithm_checks.CHOICES,
     **critic_checks.CHOICES,
@@ -94,6 +95,7 @@ POSITIVE: tuple[str, ...] = (
     "psrl.weights.pull_timeout_s",
     "reward.timeout_s",
     "reward.max_memory_gb",
+    "trainer.gpu_memory_fraction",
     "train_actor_rollout_ref.actor.optim.lr",
     "train_actor_rollout_ref.actor.grad_clip",
     "gen_actor_rollout_ref.rollout.top_p",
@@ -102,6 +104,8 @@ POSITIVE: tuple[str, ...] = (
 )
 MAY_CHANGE = (
     "trainer.total_training_steps",
+    "trainer.device",
+    "trainer.gpu_memory_fraction",
     "trainer.logger",
     "trainer.project_name",
     "trainer.experiment_name",
@@ -232,6 +236,10 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(f"{what}: set exactly one of data.train_files, data.reasoning_gym.dataset and data.task.")
     if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
         raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
+    if config.trainer.gpu_memory_fraction > 1:
+        raise ConfigError(
+            f"trainer.gpu_memory_fraction={config.trainer.gpu_memory_fraction} is refused: it is a share of a GPU's memory, at most 1."
+        )
     if actor.optim.lr_scheduler_type == "cosine" and config.trainer.total_training_steps is None:
         raise ConfigError(
             "train_actor_rollout_ref.actor.optim.lr_scheduler_type=cosine needs the length of the run: set trainer.total_training_steps."

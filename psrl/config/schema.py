@@ -250,6 +250,11 @@ class GenConfig:
 
 @dataclass
 class TrainerConfig:
+    device: str = "auto"
+    """Where trainer ranks compute: auto (a GPU each where their node has them and PyTorch can use them, else the CPU; the log says
+    which) | cpu | cuda."""
+    gpu_memory_fraction: float = 1.0
+    """Most of its GPU's memory that a trainer rank may take; below 1 where an engine shares the GPU."""
     total_training_steps: int | None = None
     """Optimizer buffers to train; null: as total_epochs gives."""
     total_epochs: int | None = None

@@ -17,6 +17,7 @@ from psrl.conclusion import conclude, write_summary_and_report
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.deployment import Share, shares_of
+from psrl.gpus import visible_gpus
 from psrl.outcome import FAILED, INTERRUPTED, Outcome, begin_attempt, current_attempt, current_outcome, publish_outcome
 from psrl.role import load_config
 from psrl.rundir.layout import RunDir
@@ -111,7 +112,7 @@ def _supervise(run_dir: RunDir, share: Share, config: Config, early: list[int]) 
     if early:  # the node is wanted back before anything began
         publish_outcome(run_dir, Outcome(status=INTERRUPTED, cause=f"{signal.Signals(early[0]).name} at {share.name}"))
         return 0
-    specs = share_children(config, run_dir, share)
+    specs = share_children(config, run_dir, share, visible_gpus(os.environ))
     return NodeSupervisor(run_dir, share.name, specs, early_signals=early, owner=os.getppid()).run()
 
 

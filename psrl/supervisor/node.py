@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psrl.deployment import one_host
+from psrl.gpus import visible_gpus
 from psrl.net.link import CoordinatorGoneError, CoordinatorLink
 from psrl.net.waiting import Wakeup, wait
 from psrl.outcome import FAILED, INTERRUPTED, Outcome, current_outcome, publish_outcome
@@ -214,7 +215,7 @@ def main() -> int:
     run_dir = RunDir(args.run_dir.resolve())
     config = load_config(run_dir)
     share = next(s for s in one_host(config.psrl.deployment) if s.name == args.name)
-    return NodeSupervisor(run_dir, args.name, share_children(config, run_dir, share)).run()
+    return NodeSupervisor(run_dir, args.name, share_children(config, run_dir, share, visible_gpus(os.environ))).run()
 
 
 def node_scratch(run_dir: RunDir) -> Path:

@@ -66,7 +66,7 @@ class ArrivingBatch:
             for i in needed:
                 if i not in self.earned:
                     self.earned[i] = rewards_of(self.groups[i], self.taken[i].ref.tokens, least, shape)
-            batches = build_micro_batches(mine, self._index, self.groups, self.earned)
+            batches = build_micro_batches(mine, self._index, self.groups, self.earned, self.actor.device)
             self.num_micro_batches += len(batches)
             ready.append(MiniBatch(mini.number, batches, mini.complete))
         return ready

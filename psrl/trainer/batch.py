@@ -116,7 +116,7 @@ def _build(
     def grid(parts: Sequence[np.ndarray], fill: float, dtype: type) -> torch.Tensor:
         out: np.ndarray = np.full(real.shape, fill, dtype=dtype)
         out[real] = np.concatenate(parts)
-        return torch.from_numpy(out).to(device)
+        return _placed(torch.from_numpy(out), device)
 
     layout = None
     if any(len(row.row.samples) > 1 for row in rows):
@@ -127,13 +127,20 @@ def _build(
         )
     return MicroBatch(
         input_ids=grid([row.tokens for row in rows], 0, np.int64),
-        attention_mask=torch.from_numpy(real).to(device),
+        attention_mask=_placed(torch.from_numpy(real), device),
         loss_mask=grid([row.loss_mask for row in rows], False, np.bool_),
         advantages=torch.zeros(real.shape, device=device),
         rollout_log_probs=grid([row.log_probs for row in rows], 0.0, np.float32),
         sequences=Sequences(grid([row.sequences for row in rows], -1, np.int64), len(index.group)),
         layout=layout,
     )
+
+
+def _placed(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """On the device; a GPU fetches it from pinned memory while this process goes on to the next one."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(slots=True)

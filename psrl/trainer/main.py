@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,9 +33,10 @@ from psrl.trainer.backends.core import BackendCore
 from psrl.trainer.backends.critic import FSDP2Critic
 from psrl.trainer.backends.make import make_backend
 from psrl.trainer.chunks import chunk_plan
+from psrl.trainer.device import take_device
 from psrl.trainer.feed import Feed, Order, broadcast_order
 from psrl.trainer.objective import kl_control
-from psrl.trainer.rendezvous import init_process_group
+from psrl.trainer.rendezvous import barrier, init_process_group
 from psrl.trainer.saving import Saved, Saver, load_checkpoint
 from psrl.trainer.step import train_step
 from psrl.weights.channel.select import make_publisher
@@ -47,7 +49,7 @@ _decode_group = msgspec.msgpack.Decoder(Group).decode
 class Trainer:
     """One rank. Rank 0 also talks to the coordinator and writes the metrics."""
 
-    def __init__(self, role: Role, rank: int, world_size: int) -> None:
+    def __init__(self, role: Role, rank: int, world_size: int, device: torch.device) -> None:
         config = role.config
         self.role, self.rank, self.world_size = role, rank, world_size
         source = run_model(role.run_dir)
@@ -56,9 +58,10 @@ class Trainer:
             config.train_actor_rollout_ref.actor,
             temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
             total_steps=optimizer_steps(config),
+            device=device,
         )
-        self.reference = make_reference(config, source.path) if needs_reference(config) else None
-        self.critic = make_critic(config, source.path) if needs_critic(config) else None
+        self.reference = make_reference(config, source.path, device) if needs_reference(config) else None
+        self.critic = make_critic(config, source.path, device) if needs_critic(config) else None
         self.kl = kl_control(config)
         self.version = self._resume()
         self.publisher = make_publisher(role, rank, world_size)
@@ -70,7 +73,7 @@ class Trainer:
             self.actor,
             role.run_dir.checkpoints,
             self.version,
-            self._barrier,
+            partial(barrier, world_size),
             background=config.train_actor_rollout_ref.actor.checkpoint.async_save,
             critic=self.critic,
         )
@@ -221,8 +224,7 @@ class Trainer:
         """All ranks' shards first, then one word to the coordinator: a version is visible only when it is whole."""
         begun = time.monotonic()
         self.publisher.publish(self.version, incarnation, self.actor.weight_shards())
-        if self.world_size > 1:
-            dist.barrier()
+        barrier(self.world_size)
         if self.feed is not None:
             self.feed.published(self.version)
         self._timed("push_weights", PUSH, begun, version=self.version)
@@ -245,10 +247,6 @@ class Trainer:
         self.feed.checkpointed(saved.version, self.save_s)
         checkpoints.prune(root, self.role.config.trainer.keep_last)
 
-    def _barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
     def _timed(self, name: str, span: str, begun: float, **attributes: int) -> None:
         end = time.monotonic()
         self.timeline.add(span, begun, end, **attributes)
@@ -263,17 +261,18 @@ class Trainer:
             self.metrics.close()
 
 
-def make_reference(config: Config, path: Path) -> BackendCore:
+def make_reference(config: Config, path: Path, device: torch.device) -> BackendCore:
     """The initial weights, frozen: a resumed run starts from a checkpoint, its reference does not."""
     return make_backend(
         load_causal_lm(path, config.model.dtype),
         config.train_actor_rollout_ref.actor,
         temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
         trainable=False,
+        device=device,
     )
 
 
-def make_critic(config: Config, path: Path) -> FSDP2Critic:
+def make_critic(config: Config, path: Path, device: torch.device) -> FSDP2Critic:
     """The value model before it has learned anything, from the initial weights of the policy."""
     buffers, minis = config.trainer.total_training_steps, mini_batches_of(config)
     return FSDP2Critic(
@@ -281,6 +280,7 @@ def make_critic(config: Config, path: Path) -> FSDP2Critic:
         config.train_actor_rollout_ref.actor,
         config.critic,
         total_steps=None if buffers is None else buffers * minis * config.critic.ppo_epochs,
+        device=device,
     )
 
 
@@ -304,8 +304,9 @@ def main() -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(role.config.psrl.deployment.train_cpu_threads)
     torch.manual_seed(role.config.seed)
-    init_process_group(role, rank, world_size)
-    trainer = Trainer(role, rank, world_size)
+    device = take_device(role.config.trainer.device, role.config.trainer.gpu_memory_fraction)
+    init_process_group(role, rank, world_size, device)
+    trainer = Trainer(role, rank, world_size, device)
     try:
         trainer.run()
         return 0

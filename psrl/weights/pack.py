@@ -45,5 +45,7 @@ def pack(shards: Sequence[WeightShard], layout: ShardLayout, payload: torch.Tens
         part = payload[entry.offset : entry.offset + entry.nbytes].view(getattr(torch, entry.dtype))
         if part.numel() != shard.local.numel() or shard.row_start != entry.row_start:
             raise ValueError(f"{entry.name} of rank {layout.rank} has other rows than at first: {entry}")
-        part.view(shard.local.shape).copy_(shard.local.detach())
+        part.view(shard.local.shape).copy_(shard.local.detach(), non_blocking=True)  # a GPU casts before it sends
+    for device in {shard.local.device for shard in shards if shard.local.is_cuda}:
+        torch.cuda.synchronize(device)
     return checksum(payload.numpy(), ((entry.offset, entry.nbytes) for entry in layout.entries))

@@ -119,7 +119,7 @@ def token_tis(tokens: int, **changes) -> PolicyLoss:
 
 
 def train_step(backend: BackendCore, step: int, cap: int = 1024, **changes) -> dict[str, float]:
-    batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap, device=backend._device)
+    batches = make_batches(make_groups(step), backend.dp_rank, backend.dp_size, cap, device=backend.device)
     (tokens,) = backend.all_sum([count_loss_tokens(batches)])
     sums = backend.update(batches, token_tis(int(tokens), **changes))
     return policy.finalise(sums) | {name: value for name, value in sums.items() if "/sums/" not in name}
@@ -144,9 +144,7 @@ def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor
     """The log-probs of this rank's rows, with and without shared prompts, by the row's tokens."""
     groups = make_groups(3, num_groups=4, size=5)
     shared = [False, True] if backend.can_share_prompts else [False]
-    batches = [
-        b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s, backend._device)
-    ]
+    batches = [b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s, backend.device)]
     return {
         tuple(ids[real].tolist()): values[mask].cpu()
         for batch in batches

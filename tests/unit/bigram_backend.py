@@ -19,6 +19,7 @@ class BigramBackend:
     """log p(token | the one before it) from a table of logits; knows shared rows by their `predictors`."""
 
     hidden_size = 4
+    device = torch.device("cpu")
 
     def __init__(self, all_sum: Callable = list, rank=0, world_size=1, seed=0, lr=0.5, can_share_prompts=False) -> None:
         self.all_sum, self.rank, self.world_size, self.lr = all_sum, rank, world_size, lr

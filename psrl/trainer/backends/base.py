@@ -92,6 +92,8 @@ class PendingSave(Protocol):
 class TrainBackend(Protocol):
     rank: int
     world_size: int
+    device: torch.device
+    """Where it computes, and where the tensors of its micro-batches belong."""
     dp_rank: int
     """Which share of the micro-batches this rank has; ranks that share a model or a row have the same."""
     dp_size: int

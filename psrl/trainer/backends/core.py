@@ -58,7 +58,7 @@ class BackendCore(ABC):
         self.dp_rank, self.dp_size, self._dp_group = dp_rank, dp_size, dp_group
         self.steps = 0
         """Optimizer steps taken so far, over all restarts."""
-        self._device = device
+        self.device = device
         self._fused = device.type == "cuda" if actor.use_torch_compile is None else actor.use_torch_compile
         self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
         self._schedule = partial(
@@ -183,7 +183,7 @@ class BackendCore(ABC):
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Each value added over data-parallel ranks (exact for integers below 2^53)."""
-        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.dp_size > 1:
             dist.all_reduce(total, group=self._dp_group)
         return total.tolist()

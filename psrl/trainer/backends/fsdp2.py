@@ -178,7 +178,7 @@ class FSDP2Backend(BackendCore):
         if not self._host_moments:
             return super()._step(lr)
         for parameter, moments in self._host_moments.items():
-            self._optimizer.state[parameter] |= {k: m.to(self._device) for k, m in moments.items()}
+            self._optimizer.state[parameter] |= {k: m.to(self.device) for k, m in moments.items()}
         super()._step(lr)
         for parameter, moments in self._host_moments.items():
             for kind, host in moments.items():

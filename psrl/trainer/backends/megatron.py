@@ -174,7 +174,7 @@ class MegatronBackend(BackendCore):
         for name, seen in self._model.named_parameters():
             _, weight = weights[name]
             if seen.dtype != weight.dtype:
-                self._parameters[name] = own = weight.detach().clone().to(self._device).requires_grad_()
+                self._parameters[name] = own = weight.detach().clone().to(self.device).requires_grad_()
                 seen.register_post_accumulate_grad_hook(partial(_move_gradient, own))
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class MegatronBackend(BackendCore):
     def _clip_gradients(self) -> float:
         """Heads of one rank only give each q and k norm its gradient there: these are added over tensor-parallel ranks,
         all others over data-parallel ones. A tensor that every rank has whole counts once in the norm."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self._device)
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
             assert gradient is not None
