@@ -25,7 +25,17 @@ def config(ranks: tuple[int, int] = (1, 4), **actor) -> Config:
     return made
 
 
+BUDGET = "ppo_max_token_len_per_gpu"
 REFUSED = [
+    (
+        {BUDGET: 2047},
+        r"per_gpu=2047 does not hold the longest sample .*=1024 \+ .*=1024\): raise it to at least 2048",
+    ),
+    (
+        {BUDGET: 1023, "ulysses_sequence_parallel_size": 2},
+        r"per_gpu=1023 does not hold .*=1024, shared by 2 ranks\): raise it to at least 1024",
+    ),
+    ({BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}, r"per_gpu=99 does not hold"),
     (
         {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 2}},
         r"actor\.megatron\.expert_model_parallel_size=2 is not in this version of psrl, which trains dense models: use 1",
@@ -77,6 +87,9 @@ def test_a_missing_package_is_one_sentence():
     "actor",
     [
         {},
+        {BUDGET: 2048},
+        {BUDGET: 1024, "ulysses_sequence_parallel_size": 2},
+        {BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4},
         {"ulysses_sequence_parallel_size": 2, "fsdp_config": {"fsdp_size": 2}},
         {"strategy": "megatron"},
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
