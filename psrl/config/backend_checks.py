@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from psrl.config.actor import ranks_of_a_row
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 
@@ -28,10 +30,28 @@ def has_megatron() -> bool:
 
 def check_backend(config: Config, *, megatron_installed: bool) -> None:
     """Refuse what the chosen backend cannot do (ConfigError, one sentence)."""
+    _check_token_budget(config)
     if config.train_actor_rollout_ref.actor.strategy == "megatron":
         _check_megatron(config, megatron_installed)
     else:
         _check_fsdp(config)
+
+
+def _check_token_budget(config: Config) -> None:
+    actor, data = config.train_actor_rollout_ref.actor, config.data
+    if actor.ppo_micro_batch_size_per_gpu is not None and not actor.use_dynamic_bsz:
+        return  # micro-batches count samples
+    context = config.gen_actor_rollout_ref.rollout.max_model_len
+    longest = min(data.max_prompt_length + data.max_response_length, context or sys.maxsize)
+    ranks = ranks_of_a_row(actor)
+    least = -(-longest // ranks)
+    if actor.ppo_max_token_len_per_gpu < least:
+        shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+        raise ConfigError(
+            f"{ACTOR}.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} does not hold the longest sample (data.max_prompt_length="
+            f"{data.max_prompt_length} + data.max_response_length={data.max_response_length}{shared}): raise it to at least {least}, "
+            "or lower those."
+        )
 
 
 def _check_megatron(config: Config, installed: bool) -> None:

@@ -40,11 +40,13 @@ def check_critic(config: Config) -> None:
                 "or use algorithm.adv_estimator=gae."
             )
         return
-    if config.train_actor_rollout_ref.actor.strategy == "megatron":
-        raise ConfigError(
-            "algorithm.adv_estimator=gae needs a critic, which train_actor_rollout_ref.actor.strategy=megatron does not have in this version "
-            "of psrl: use strategy=fsdp2, or another estimator."
-        )
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(config.train_actor_rollout_ref.actor.megatron, name)
+        if size > 1:
+            raise ConfigError(
+                f"algorithm.adv_estimator=gae has a critic on FSDP2, whose ranks cannot share samples as train_actor_rollout_ref.actor.megatron."
+                f"{name}={size} does: use 1 (tensor_model_parallel_size may be more), or another estimator."
+            )
     if steps is not None and warmup >= steps:
         raise ConfigError(
             f"trainer.critic_warmup={warmup} leaves no step for the policy (trainer.total_training_steps={steps}): lower it."

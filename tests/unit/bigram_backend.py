@@ -63,7 +63,11 @@ class BigramBackend:
         return (
             metrics
             | least
-            | {"actor/grad_norm": gradient.norm().item(), "actor/lr": self.lr, "actor/skipped_steps": 0.0}
+            | {
+                "actor/grad_norm": gradient.norm().item(),
+                "actor/lr": self.lr,
+                "actor/skipped_steps": float(loss_fn.empty),
+            }
         )
 
 

@@ -25,38 +25,53 @@ def config(ranks: tuple[int, int] = (1, 4), **actor) -> Config:
     return made
 
 
-REFUSED = [
-    (
-        {"strategy": "megatron", "megatron": {name: 2}},
-        rf"actor\.megatron\.{name}=2 is not in this version of psrl: use 1",
-    )
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-] + [
-    (
-        {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 3}},
-        r"tensor_model_parallel_size=3 does not divide the 4 trainer ranks .*: choose a divisor",
-    ),
-    (
-        {"megatron": {"tensor_model_parallel_size": 2}},
-        r"tensor_model_parallel_size=2 has no meaning with .*strategy=fsdp2",
-    ),
-    (
-        {"ulysses_sequence_parallel_size": 3},
-        r"ulysses_sequence_parallel_size=3 does not divide the 4 trainer ranks",
-    ),
-    *(
-        ({"fsdp_config": {"fsdp_size": size}}, rf"fsdp_size={size} does not divide the 4 trainer ranks .* or -1")
-        for size in (0, -2, 3, 8)
-    ),
-    (
-        {"strategy": "megatron", "ulysses_sequence_parallel_size": 2},
-        r"ulysses_sequence_parallel_size=2 has no meaning with .*strategy=megatron: leave it at 1",
-    ),
-    (
-        {"strategy": "megatron", "fsdp_config": {"param_offload": True}},
-        r"param_offload=True has no meaning with .*strategy=megatron",
-    ),
-]
+BUDGET = "ppo_max_token_len_per_gpu"
+REFUSED = (
+    [
+        (
+            {BUDGET: 2047},
+            r"per_gpu=2047 does not hold the longest sample .*=1024 \+ .*=1024\): raise it to at least 2048",
+        ),
+        (
+            {BUDGET: 1023, "ulysses_sequence_parallel_size": 2},
+            r"per_gpu=1023 does not hold .*=1024, shared by 2 ranks\): raise it to at least 1024",
+        ),
+        ({BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}, r"per_gpu=99 does not hold"),
+    ]
+    + [
+        (
+            {"strategy": "megatron", "megatron": {name: 2}},
+            rf"actor\.megatron\.{name}=2 is not in this version of psrl: use 1",
+        )
+        for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+    ]
+    + [
+        (
+            {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 3}},
+            r"tensor_model_parallel_size=3 does not divide the 4 trainer ranks .*: choose a divisor",
+        ),
+        (
+            {"megatron": {"tensor_model_parallel_size": 2}},
+            r"tensor_model_parallel_size=2 has no meaning with .*strategy=fsdp2",
+        ),
+        (
+            {"ulysses_sequence_parallel_size": 3},
+            r"ulysses_sequence_parallel_size=3 does not divide the 4 trainer ranks",
+        ),
+        *(
+            ({"fsdp_config": {"fsdp_size": size}}, rf"fsdp_size={size} does not divide the 4 trainer ranks .* or -1")
+            for size in (0, -2, 3, 8)
+        ),
+        (
+            {"strategy": "megatron", "ulysses_sequence_parallel_size": 2},
+            r"ulysses_sequence_parallel_size=2 has no meaning with .*strategy=megatron: leave it at 1",
+        ),
+        (
+            {"strategy": "megatron", "fsdp_config": {"param_offload": True}},
+            r"param_offload=True has no meaning with .*strategy=megatron",
+        ),
+    ]
+)
 
 
 @pytest.mark.parametrize(("actor", "message"), REFUSED)
@@ -74,6 +89,9 @@ def test_a_missing_package_is_one_sentence():
     "actor",
     [
         {},
+        {BUDGET: 2048},
+        {BUDGET: 1024, "ulysses_sequence_parallel_size": 2},
+        {BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4},
         {"ulysses_sequence_parallel_size": 2, "fsdp_config": {"fsdp_size": 2}},
         {"strategy": "megatron"},
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
 TokenOutputs = tuple[torch.Tensor, torch.Tensor | None]
+"""See `BackendCore._token_outputs`."""
 
 
 class BackendCore(ABC):
@@ -74,6 +74,8 @@ class BackendCore(ABC):
         self._predictors: torch.Tensor | None = None
         self._parts: list[MetricSums] = []
         """Of the micro-batches whose gradients wait for `apply_gradients`."""
+        self._met_empty = False
+        """A step without a trained token was warned about."""
         self._remembered: Remembered | None = None
         self._remembered_steps = 0
         self._save_group: dist.ProcessGroup | None = None
@@ -116,12 +118,9 @@ class BackendCore(ABC):
         return self._token_outputs(batch)[0]
 
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
-        """See TrainBackend. All ranks must pass equally many micro-batches. No micro-batch at all: no step is taken.
-
-        A gradient that is not finite is not applied: the step is skipped on all ranks and `actor/skipped_steps` is 1.
-        """
+        """See TrainBackend. All ranks must pass equally many micro-batches."""
         self.accumulate(batches, loss_fn)
-        return self.apply_gradients()
+        return self.apply_gradients(0.0 if getattr(loss_fn, "empty", False) else 1.0)
 
     def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
         """See TrainBackend. All ranks must pass equally many micro-batches."""
@@ -135,7 +134,11 @@ class BackendCore(ABC):
         """See TrainBackend and `update`. Collective."""
         parts, self._parts = self._parts, []
         if not parts:
-            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
+            return self._skipped()
+        if divisor == 0.0:
+            self._note_empty()
+            self._optimizer.zero_grad(set_to_none=True)
+            return self._reduce(parts) | self._skipped()
         if divisor != 1.0:
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
@@ -240,6 +243,18 @@ class BackendCore(ABC):
 
     def _learning_rate(self) -> float:
         return self._schedule(self.steps)
+
+    def _skipped(self) -> dict[str, float]:
+        return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
+
+    def _note_empty(self) -> None:
+        if not self._met_empty:
+            self._met_empty = True
+            logger.warning(
+                "no token of an optimizer step may be trained (all are masked or rejected): it is skipped, after %d steps; "
+                "further ones are only counted (skipped_steps)",
+                self.steps,
+            )
 
     def _step(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
