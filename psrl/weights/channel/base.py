@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from psrl.trainer.backends.base import WeightShard
-from psrl.weights.plan import PullPlan
+from psrl.weights.plan import PlannedTensor, PullPlan
 
 
 class PullError(Exception):
@@ -35,7 +36,7 @@ class Publication:
 class StagedWeights:
     """A whole, checked version in this process' memory, to be switched to between two decode steps.
 
-    The tensors are views of the puller's staging buffer: they are valid until its next pull or its close.
+    It lies as it arrived, in the puller's buffer, and is valid until its next pull or its close.
     """
 
     version: int
@@ -43,6 +44,8 @@ class StagedWeights:
     plan: PullPlan
     buffer: torch.Tensor
     transport: str
+    transfer_s: float = 0.0
+    """Seconds in which bytes were moved, a part of `pull_s`."""
     pull_s: float = 0.0
     valid: bool = field(default=True)
 
@@ -52,19 +55,55 @@ class StagedWeights:
         return sum(tensor.nbytes for tensor in self.plan.tensors)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each tensor of the engine, in its shape and dtype; no copy. RuntimeError if stale."""
-        for staged in self.plan.tensors:
-            if not self.valid:
-                raise RuntimeError(f"staged weights {self.version} are gone: another pull has begun since")
-            flat = self.buffer[staged.offset : staged.offset + staged.nbytes]
-            yield staged.name, flat.view(staged.dtype).view(staged.shape)
+        """(name, tensor) of each tensor of the engine, in its shape and dtype: a view where it has arrived in one piece, else
+        put together now. RuntimeError if stale."""
+        for planned in self.plan.tensors:
+            self._check_valid()
+            if (start := planned.whole_at) is not None:
+                flat = self.buffer[start : start + planned.nbytes]
+                yield planned.name, flat.view(planned.dtype).view(planned.shape)
+                continue
+            made = torch.zeros(planned.shape, dtype=planned.dtype, device=self.buffer.device)
+            targets, sources = self._moves(planned, made)
+            torch._foreach_copy_(targets, sources)
+            yield planned.name, made
+
+    def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Every move straight into the engine's own tensors, in few kernels; rows that nothing is published for stay as they
+        are. On CUDA it returns before the device has done it. RuntimeError if stale."""
+        self._check_valid()
+        groups: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for planned in self.plan.tensors:
+            for target, source in zip(*self._moves(planned, tensors[planned.name]), strict=True):
+                # One pair that is strided or of another dtype would take all the others off the fused kernel.
+                groups[planned.dtype, target.is_contiguous() and source.is_contiguous()].append((target, source))
+        for pairs in groups.values():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+    def _moves(self, planned: PlannedTensor, into: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(where each move belongs, what has arrived of it), as views [rows, columns]."""
+        if not planned.moves:
+            return [], []
+        arrived = self.buffer.view(planned.dtype)
+        matrix = into.detach().view(into.shape[0] if into.dim() else 1, -1)
+        targets, sources = [], []
+        for move in planned.moves:
+            rows, columns = slice(move.row, move.row + move.rows), slice(move.column, move.column + move.columns)
+            targets.append(matrix[rows, columns])
+            offset = move.source // planned.dtype.itemsize
+            sources.append(arrived.as_strided((move.rows, move.columns), (move.stride, 1), offset))
+        return targets, sources
+
+    def _check_valid(self) -> None:
+        if not self.valid:
+            raise RuntimeError(f"staged weights {self.version} are gone: another pull has begun since")
 
 
 class WeightPublisher(Protocol):
     """One trainer rank's side."""
 
     transport: str
-    """What carries the bytes, for the log: "nixl (posix,cma,tcp)"."""
+    """What carries the bytes, for the log: "nixl, filesystem"."""
 
     def serve(self) -> None:
         """Become reachable. Once, before the first `publish`."""
