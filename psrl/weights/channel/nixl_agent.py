@@ -43,8 +43,9 @@ def prepare_environment(address: str | None) -> str:
     """Choose how bytes travel, before the library is loaded: on a host without a GPU by shared memory, cross-memory
     attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # without it a READ of device memory runs at 0.5 GB/s
-    if "UCX_TLS" not in os.environ and not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # else reads of device memory run at 0.5 GB/s
+    elif "UCX_TLS" not in os.environ:
         os.environ["UCX_TLS"] = CPU_TRANSPORTS
         if address is not None and (interface := _interface_of(address)) is not None:
             os.environ.setdefault("UCX_NET_DEVICES", interface)
