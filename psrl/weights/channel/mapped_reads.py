@@ -61,16 +61,13 @@ class MappedRead:
             for offset, nbytes in windows(read.nbytes, window_bytes)
         ]
         self.header: SlotHeader | None = None
-        """What stood before the payload after it was read; None before."""
-
-    @property
-    def done(self) -> bool:
-        return not self._windows and self.header is not None
+        """What stood before the payload after it was read; None before, or if that was no header."""
+        self.done = False
 
     def advance(self) -> int:
         """Bytes that have arrived by this call."""
         if not self._windows:
-            self.header = read_header(self._slot)
+            self.header, self.done = read_header(self._slot), True
             return HEADER_BYTES
         source, target, nbytes = self._windows.pop(0)
         self._into[target : target + nbytes].copy_(self._slot[source : source + nbytes], non_blocking=True)
