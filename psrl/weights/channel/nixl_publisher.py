@@ -129,7 +129,7 @@ class NixlPublisher:
         if self._server is not None:
             self._server.close(0.0)
             self._server = None
-        homes = [slots for slots in (self._home, self._mirror and self._mirror.slots) if slots is not None]
+        homes = [slots for slots in (self._home, self._mirror.slots if self._mirror else None) if slots is not None]
         if self._table.num_readers():
             for agent, _ in self._agents.values():
                 agent.outlive_process(slots.whole for slots in homes)
