@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -124,12 +125,17 @@ def timed(action: Any, device: torch.device, rounds: int) -> float:
 
 def plain_copy(route: str, nbytes: int, trainer: torch.device, reader: torch.device, rounds: int) -> float:
     """GB/s of the copy that the route is held against."""
+    target = torch.zeros(nbytes, dtype=torch.uint8, device=reader)
     if route == "vram":
         source = torch.ones(nbytes, dtype=torch.uint8, device=trainer)
-    else:
-        source = SharedMemory(nbytes, registered=reader.type == "cuda").buffer
-    target = torch.zeros(nbytes, dtype=torch.uint8, device=reader)
-    return nbytes / timed(lambda: target.copy_(source, non_blocking=True), reader, rounds) / 1e9
+        return nbytes / timed(lambda: target.copy_(source, non_blocking=True), reader, rounds) / 1e9
+    nbytes = min(nbytes, 2 * 10**9)  # as fast as all of it, and sooner allocated
+    shared = SharedMemory(nbytes, registered=reader.type == "cuda")
+    try:
+        copy_s = timed(lambda: target[:nbytes].copy_(shared.buffer, non_blocking=True), reader, rounds)
+    finally:
+        shared.close()
+    return nbytes / copy_s / 1e9
 
 
 def pulled(receiver: WeightReceiver, version: int) -> Any:
@@ -141,19 +147,25 @@ def pulled(receiver: WeightReceiver, version: int) -> Any:
     return outcome
 
 
-def read(paths: dict[str, str], routes: list[str], trainer: str, reader: str, rounds: int, results: Any) -> None:
+def read(
+    paths: dict[str, str], routes: list[str], trainer: str, reader: str, rounds: int, turn: Any, results: Any
+) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device(reader)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    turn.wait(4 * LIMIT_S)
     for size, path in paths.items():
         shapes = engine_shapes(size)
         for route in routes:
-            engine = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
-            nbytes = sum(tensor.nbytes for tensor in engine.values())
             row: dict[str, Any] = {"size": size, "reader": reader, "route": route}
             try:
+                engine = {
+                    name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()
+                }
+                nbytes = sum(tensor.nbytes for tensor in engine.values())
                 row |= measure(path, route, engine, device, rounds)
                 row["copy"] = plain_copy(route, nbytes, torch.device(trainer), device, rounds)
                 row |= {f"{name}/copy": row[name] / row["copy"] for name in ("raw", "pull", "end")}
@@ -209,19 +221,32 @@ def check(engine: dict[str, torch.Tensor], device: torch.device) -> None:
             raise RuntimeError(f"{name} is not what was published")
 
 
+def heard(queue: Any, sender: Any) -> Any:
+    """The next word of a process; SystemExit as soon as it is dead, or silent for too long."""
+    end = time.monotonic() + 2 * LIMIT_S
+    while time.monotonic() < end:
+        try:
+            return queue.get(timeout=0.5)
+        except Empty:
+            if not sender.is_alive() and queue.empty():
+                raise SystemExit(f"{sender.name} ended with {sender.exitcode}") from None
+    raise SystemExit(f"{sender.name} said nothing for {2 * LIMIT_S:g} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--sizes", nargs="+", default=["0.6B", "4B"], choices=list(SIZES))
     parser.add_argument("--routes", nargs="+", default=["vram", "shm"])
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks, all on GPU 0")
+    parser.add_argument("--reader-gpus", type=int, nargs="+", default=[0, 1], help="those that there are")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
     context = mp.get_context("spawn")
     trainer = "cpu" if args.device == "cpu" else "cuda:0"
     gpus = torch.cuda.device_count() if args.device == "cuda" else 1
-    readers = ["cpu"] if args.device == "cpu" else [f"cuda:{index}" for index in range(min(2, gpus))]
+    readers = ["cpu"] if args.device == "cpu" else [f"cuda:{index}" for index in args.reader_gpus if index < gpus]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as root:
         paths = {size: str(Path(root) / size) for size in args.sizes}
@@ -229,26 +254,32 @@ def main() -> None:
             RunDir(Path(path)).create()
             create_keys(RunDir(Path(path)))
         ready, results, stop = context.Queue(), context.Queue(), context.Event()
+        turns = [context.Event() for _ in readers]
         publishers = [
             context.Process(target=publish, args=(rank, args.ranks, paths, trainer, ready, stop), daemon=True)
             for rank in range(args.ranks)
         ]
-        for process in publishers:
+        reading = [
+            context.Process(
+                target=read, args=(paths, args.routes, trainer, reader, args.rounds, turn, results), daemon=True
+            )
+            for reader, turn in zip(readers, turns, strict=True)
+        ]
+        for process in (*publishers, *reading):
             process.start()
-        told = dict(ready.get(timeout=2 * LIMIT_S) for _ in publishers)
+        told = dict(heard(ready, process) for process in publishers)
         print("| size | trainer -> reader | transport | " + " | ".join(COLUMNS) + " |")
         print("|---" * (3 + len(COLUMNS)) + "|")
-        for reader in readers:
-            process = context.Process(
-                target=read, args=(paths, args.routes, trainer, reader, args.rounds, results), daemon=True
-            )
-            process.start()
-            while (row := results.get(timeout=2 * LIMIT_S)) is not None:
+        for process, turn in zip(reading, turns, strict=True):
+            turn.set()
+            while (row := heard(results, process)) is not None:
                 row["publish_ms"] = 1e3 * max(seconds[row["size"]] for seconds in told.values())
                 rows.append(row)
                 shown = [f"{row[name]:.3g}" if name in row else "" for name in COLUMNS]
                 what = row.get("error") or row["transport"]
-                print(f"| {row['size']} | {trainer} -> {reader} | {what} | " + " | ".join(shown) + " |", flush=True)
+                print(
+                    f"| {row['size']} | {trainer} -> {row['reader']} | {what} | " + " | ".join(shown) + " |", flush=True
+                )
             process.join(LIMIT_S)
         stop.set()
         for process in publishers:

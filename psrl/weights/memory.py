@@ -75,7 +75,8 @@ def map_shared(slot: SharedSlot) -> torch.Tensor:
 
 
 def register_host(buffer: torch.Tensor) -> None:
-    """Lock host memory and tell CUDA of it: copies then run at the speed of the bus (55 GB/s instead of 7)."""
+    """Lock host memory and tell CUDA of it: copies then run at the speed of the bus (55 GB/s instead of 7). It must be
+    unregistered before it is unmapped, or CUDA fails later where it meets the same addresses again."""
     code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
     if code != 0:
         log.warning("%d bytes of shared memory cannot be registered with CUDA (error %d): slower", buffer.numel(), code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -83,15 +83,11 @@ class PlannedTensor:
     @property
     def whole_at(self) -> int | None:
         """The byte of the arrival buffer at which the tensor lies whole and contiguous, None if it has to be put together."""
-        if not self.moves:
-            return 0 if self.nbytes == 0 else None
-        first, end = self.moves[0], self.moves[0].source
-        for move in self.moves:
-            contiguous = move.rows == 1 or move.stride == move.columns
-            if move.source != end or not contiguous or move.columns != _width(self.shape):
-                return None
-            end += move.rows * move.columns * self.dtype.itemsize
-        return first.source if end - first.source == self.nbytes else None
+        if not self.nbytes:
+            return 0
+        first = self.moves[0]
+        contiguous = first.rows == 1 or first.stride == first.columns
+        return first.source if contiguous and first.rows * first.columns == prod(self.shape) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +148,9 @@ def plan_pull(layouts: Sequence[ShardLayout], expected: Specs, place: Place = sa
     padding = {part.tensor: _padding(part, shapes[name]) for name in parts for part in parts[name] if part.padding}
     tensors = []
     for name, (shape, dtype) in expected.items():
-        ordered = tuple(sorted(moves[name], key=lambda move: (move.column, move.row)))
+        ordered = sorted(moves[name], key=lambda move: (move.column, move.row))
         _check_cover(name, shape, ordered, padding.get(name))
-        tensors.append(PlannedTensor(name, tuple(shape), dtype, ordered))
+        tensors.append(PlannedTensor(name, tuple(shape), dtype, _join(ordered, dtype.itemsize)))
     return PullPlan(end, tuple(tensors), tuple(reads))
 
 
@@ -207,6 +203,22 @@ def _move(entry: ShardEntry, part: Part, where: Rectangle, begin: int, itemsize:
     row = part.at + top - (part.rows[0] if part.rows else 0)
     column = left - _scaled(part.columns, entry.full_shape)[0]
     return Move(begin + inside * itemsize, width, row, column, bottom - top, right - left)
+
+
+def _join(moves: Sequence[Move], itemsize: int) -> tuple[Move, ...]:
+    """The same moves, neighbours on both sides made one."""
+    joined: list[Move] = []
+    for move in moves:
+        if joined:
+            last = joined[-1]
+            alike = (last.stride, last.column, last.columns) == (move.stride, move.column, move.columns)
+            below = last.row + last.rows == move.row
+            behind = last.source + last.rows * last.stride * itemsize == move.source
+            if alike and below and behind:
+                joined[-1] = replace(last, rows=last.rows + move.rows)
+                continue
+        joined.append(move)
+    return tuple(joined)
 
 
 def _padding(part: Part, shape: Sequence[int]) -> tuple[int, int]:

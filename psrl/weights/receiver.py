@@ -21,6 +21,7 @@ from psrl.rundir.layout import RunDir
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.nixl_puller import NixlPuller
+from psrl.weights.copies import Copies
 from psrl.weights.engine_layout import fused_place
 from psrl.weights.plan import Specs, same_place
 from psrl.weights.split import Split
@@ -74,6 +75,7 @@ class WeightReceiver:
         self._puller = NixlPuller(RunDir(run_dir), specs, place, device=device, address=address, route=route)
         self._pull: BackgroundPull | None = None
         self._staged: StagedWeights | None = None
+        self._copies: Copies | None = None
         self.version = -1
         """Of the weights that the engine's tensors hold."""
 
@@ -93,6 +95,8 @@ class WeightReceiver:
         if isinstance(outcome, PullError):
             return PullFailed(cause=outcome.cause, retryable=outcome.retryable)
         self._staged = outcome
+        if self._tensors:
+            self._copies = outcome.copies(self._tensors, self._copies)  # not in the switch: the engine waits there
         return Pulled(
             version=outcome.version,
             incarnation=outcome.incarnation,
@@ -113,7 +117,8 @@ class WeightReceiver:
         if not self._tensors:
             raise RuntimeError("the engine's tensors were given as specs: load `staged_tensors` and say `switched`")
         begun_s = time.monotonic()
-        staged.copy_into(self._tensors)
+        self._copies = staged.copies(self._tensors, self._copies)
+        self._copies.run()
         if staged.buffer.is_cuda:
             torch.cuda.current_stream(staged.buffer.device).synchronize()
         self.switched()

@@ -336,12 +336,14 @@ def test_a_publisher_stopped_in_mid_transfer_keeps_only_the_abandoned_buffer(wor
     publishers = world.publishers("nixl", 1, mib=16, **tcp)
     publish(publishers, 0)
     reader = world.reader("nixl", 16, **tcp)
-    failed = reader.ask(pull=[0, 0, 2.0], stop=publishers[0].pid)
+    assert reader.ask(pull=[0, 0, DEADLINE_S])["differing"] == []  # the two have met
+    publish(publishers, 1)
+    failed = reader.ask(pull=[1, 0, 2.0], stop=publishers[0].pid)
     assert "deadline" in failed["error"] and failed["hanging"] == 1
     os.kill(publishers[0].pid, signal.SIGCONT)
-    publish(publishers, 1)
-    for _ in range(3):
-        again = reader.ask(pull=[1, 0, DEADLINE_S])
+    for version in (2, 3, 4):
+        publish(publishers, version)
+        again = reader.ask(pull=[version, 0, DEADLINE_S])
         assert again["differing"] == []
     assert again["hanging"] == 0
     assert publishers[0].ask(readers=True)["now"] == 0

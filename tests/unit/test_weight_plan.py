@@ -175,7 +175,7 @@ def test_any_trainer_layout_becomes_any_engine_layout(data: st.DataObject) -> No
         specs = {name: (whole.shape, F32) for name, whole in wanted.items()}
         plan = plan_pull(layouts, specs, fused_place(Split(ways, model.kv_heads), rank))
         tensors = {name: torch.full(shape, -1.0) for name, (shape, _) in specs.items()}
-        arrive(plan, payloads).copy_into(tensors)
+        arrive(plan, payloads).copies(tensors).run()
         for name, whole in wanted.items():
             assert np.array_equal(tensors[name].numpy(), whole), name
         read += sum(read.nbytes for reads in plan.reads for read in reads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,7 +9,8 @@ from typing import Protocol
 import torch
 
 from psrl.trainer.backends.base import WeightShard
-from psrl.weights.plan import PlannedTensor, PullPlan
+from psrl.weights.copies import Copies, views
+from psrl.weights.plan import PullPlan
 
 
 class PullError(Exception):
@@ -64,35 +64,17 @@ class StagedWeights:
                 yield planned.name, flat.view(planned.dtype).view(planned.shape)
                 continue
             made = torch.zeros(planned.shape, dtype=planned.dtype, device=self.buffer.device)
-            targets, sources = self._moves(planned, made)
-            torch._foreach_copy_(targets, sources)
+            for target, source in views(planned, self.buffer, made):
+                target.copy_(source)
             yield planned.name, made
 
-    def copy_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Every move straight into the engine's own tensors, in few kernels; rows that nothing is published for stay as they
-        are. On CUDA it returns before the device has done it. RuntimeError if stale."""
+    def copies(self, tensors: Mapping[str, torch.Tensor], earlier: Copies | None = None) -> Copies:
+        """The copies that put this version into the engine's own tensors; `earlier` ones to the same tensors are used again if
+        they fit. RuntimeError if stale."""
         self._check_valid()
-        groups: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        for planned in self.plan.tensors:
-            for target, source in zip(*self._moves(planned, tensors[planned.name]), strict=True):
-                # One pair that is strided or of another dtype would take all the others off the fused kernel.
-                groups[planned.dtype, target.is_contiguous() and source.is_contiguous()].append((target, source))
-        for pairs in groups.values():
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-    def _moves(self, planned: PlannedTensor, into: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(where each move belongs, what has arrived of it), as views [rows, columns]."""
-        if not planned.moves:
-            return [], []
-        arrived = self.buffer.view(planned.dtype)
-        matrix = into.detach().view(into.shape[0] if into.dim() else 1, -1)
-        targets, sources = [], []
-        for move in planned.moves:
-            rows, columns = slice(move.row, move.row + move.rows), slice(move.column, move.column + move.columns)
-            targets.append(matrix[rows, columns])
-            offset = move.source // planned.dtype.itemsize
-            sources.append(arrived.as_strided((move.rows, move.columns), (move.stride, 1), offset))
-        return targets, sources
+        if earlier is not None and earlier.plan is self.plan and earlier.buffer is self.buffer:
+            return earlier
+        return Copies(self.plan, self.buffer, tensors)
 
     def _check_valid(self) -> None:
         if not self.valid:

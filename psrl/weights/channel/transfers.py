@@ -24,7 +24,9 @@ from psrl.weights.node_store import NodeStore
 from psrl.weights.route import HOST, VRAM
 from psrl.weights.staging import Staging
 
-POLL_S = {HOST: 0.0002, VRAM: 0.00002}
+POLL_S = 0.0002
+SPIN_S = 0.005
+"""For so long after it has begun a read of device memory is looked at without a pause: many are over by then."""
 WINDOW_BYTES = {HOST: 64 * 2**20, VRAM: 4 * 2**30}
 """A read of host memory may run inside the call that posts it; one between GPUs is over in milliseconds."""
 SEGMENT_WINDOW_BYTES = 256 * 2**20
@@ -133,7 +135,7 @@ class Transfers:
         check_time: Callable[[str], None],
     ) -> None:
         """Until all are done. If they are given up, the buffer in `memory` that reads may still write into is `lost`."""
-        running, arrived = list(reads), 0
+        running, arrived, begun_s = list(reads), 0, time.monotonic()
         try:
             while running:
                 before = arrived
@@ -144,8 +146,9 @@ class Transfers:
                 running = [read for read in running if not read.done]
                 if running:
                     check_time(f"weights stopped arriving after {arrived} bytes")
-                if arrived == before:
-                    time.sleep(POLL_S[memory])
+                if running and arrived == before:
+                    spins = memory == VRAM and time.monotonic() - begun_s < SPIN_S
+                    time.sleep(0.0 if spins else POLL_S)
         finally:
             under_way = [read.transfer for read in reads if isinstance(read, NixlRead) and read.transfer is not None]
             if under_way and self._nixl[memory].abandon(under_way):
