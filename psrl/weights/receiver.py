@@ -1,6 +1,6 @@
 """Weights for an engine whose tensors live in another process than the instance: used inside the one that owns the GPU.
 
-    receiver = WeightReceiver(run_dir, parameters, split=Split(2, 8), rank=0)
+    receiver = WeightReceiver(run_dir, parameters, device="cuda:0", fused=True, ways=2, num_kv_heads=8, rank=0)
     receiver.start(version=3, incarnation=0, timeout_s=120)   # returns at once; decoding goes on
     receiver.poll()                                           # None, then a Pulled or a PullFailed
     receiver.switch()                                         # between two decode steps: new weights in place
@@ -51,19 +51,21 @@ class WeightReceiver:
 
     `tensors`: the engine's own, by name. With `fused` they are those of an engine that fuses and cuts (`engine_layout`):
     `switch` writes into them. Without, they are whole tensors under Hugging Face's names and may also be given as specs
-    (name -> shape, dtype): then `staged_tensors` yields them for the engine's own loader. Not thread-safe.
+    (name -> shape, dtype): then `staged_tensors` yields them for the engine's own loader. `rank` of `ways` tensor-parallel
+    ranks; the rest as in `channel.select.receiver_settings`. Not thread-safe.
     """
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: Path | str,
         tensors: Mapping[str, torch.Tensor] | Specs,
         *,
         device: torch.device | str,
         address: str = "127.0.0.1",
         route: str = "auto",
         fused: bool = False,
-        split: Split | None = None,
+        ways: int = 1,
+        num_kv_heads: int = 1,
         rank: int = 0,
     ) -> None:
         self._tensors = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
@@ -71,8 +73,8 @@ class WeightReceiver:
             name: (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each
             for name, each in tensors.items()
         }
-        place = fused_place(split or Split(), rank) if fused else same_place
-        self._puller = NixlPuller(RunDir(run_dir), specs, place, device=device, address=address, route=route)
+        place = fused_place(Split(ways, num_kv_heads), rank) if fused else same_place
+        self._puller = NixlPuller(RunDir(Path(run_dir)), specs, place, device=device, address=address, route=route)
         self._pull: BackgroundPull | None = None
         self._staged: StagedWeights | None = None
         self._copies: Copies | None = None

@@ -531,7 +531,7 @@ def test_each_engine_rank_receives_its_part_and_only_the_switch_changes_its_tens
     for rank in range(2):
         engine = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
         receiver = WeightReceiver(
-            world.run_dir.path, engine, device="cpu", route=route, fused=True, split=split, rank=rank
+            world.run_dir.path, engine, device="cpu", route=route, fused=True, ways=2, num_kv_heads=2, rank=rank
         )
         receiver.start(0, 0, DEADLINE_S)
         outcome, end = None, soon()

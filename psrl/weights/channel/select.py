@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -111,3 +111,22 @@ def engine_split(role: Role) -> Split:
 
     config = json.loads((run_model(role.run_dir).path / "config.json").read_text())
     return Split(ways, config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+RECEIVER = "psrl.weights.receiver:WeightReceiver"
+"""What pulls weights inside the process that owns an engine's GPU; it needs `receiver_settings`."""
+
+
+def receiver_settings(role: Role) -> dict[str, Any] | None:
+    """What a receiver has to know of the run, in plain values that any process can be given. None if weights go through
+    the filesystem: then the instance pulls."""
+    if _mode(role) != "nixl":
+        return None
+    split = engine_split(role)
+    return {
+        "run_dir": str(role.run_dir.path),
+        "address": role.address,
+        "route": role.config.psrl.weights.route,
+        "ways": split.ways,
+        "num_kv_heads": split.num_kv_heads,
+    }
