@@ -30,6 +30,7 @@ overrides=(
   train_actor_rollout_ref.actor.optim.lr=1e-6
 
   gen_actor_rollout_ref.rollout.name=vllm
+  gen_actor_rollout_ref.rollout.tensor_model_parallel_size=4
   gen_actor_rollout_ref.rollout.dtype=bfloat16
   reward.num_workers=4
 

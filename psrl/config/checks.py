@@ -10,6 +10,7 @@ from psrl.config import algorithm_checks, critic_checks
 from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.backend_checks import check_backend, has_megatron
 from psrl.config.critic_checks import check_critic
+from psrl.config.engine_checks import check_engine, has_vllm
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.overlap import GRANULARITIES, SCOPES
@@ -37,10 +38,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     **algorithm_checks.CHOICES,
     **critic_checks.CHOICES,
 }
-NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
-    ("gen_actor_rollout_ref.rollout.name", "vllm"): "torch",
-}
-"""Values that a job can be planned with but that this version cannot run, and what there is instead."""
 AT_LEAST: dict[str, float] = {
     "psrl.staleness": 0,
     "psrl.staleness_buffer_entries": 1,
@@ -68,6 +65,9 @@ AT_LEAST: dict[str, float] = {
     "gen_actor_rollout_ref.rollout.max_num_seqs": 1,
     "gen_actor_rollout_ref.rollout.kv_cache_tokens": 1,
     "gen_actor_rollout_ref.rollout.max_model_len": 2,
+    "gen_actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "gen_actor_rollout_ref.rollout.pipeline_model_parallel_size": 1,
+    "gen_actor_rollout_ref.rollout.max_num_batched_tokens": 1,
     "train_actor_rollout_ref.actor.ppo_mini_batch_size": 1,
     "train_actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 1,
@@ -134,18 +134,11 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     check_validation(config)
     redundancy = check_redundancy(config)
     check_backend(config, megatron_installed=only_planned or has_megatron())
+    check_engine(config, vllm_installed=only_planned or has_vllm())
     algorithm_warnings = check_algorithm(config)
     check_critic(config)
     overlap_notices = check_overlap(config)
-    lacking = [
-        f"{key}={value} is not in this version of psrl; there is {key}={instead}."
-        for (key, value), instead in NOT_IN_THIS_VERSION.items()
-        if values[key] == value
-    ]
-    if lacking and not only_planned:
-        raise ConfigError(lacking[0])
     return [
-        *lacking,
         *algorithm_warnings,
         *overlap_notices,
         *sync_warnings(config),

@@ -223,9 +223,15 @@ class ValKwargs:
 
 
 @dataclass
+class EngineKwargs:
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of vLLM's engine, by vLLM's own name; docs/vllm.md says which are psrl's."""
+
+
+@dataclass
 class RolloutEngineConfig:
     name: str = "torch"
-    """Engine: torch (embedded) | vllm (not in this version)."""
+    """Engine: torch (embedded, for small models and for CPUs) | vllm (docs/vllm.md)."""
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
@@ -242,7 +248,21 @@ class RolloutEngineConfig:
     max_model_len: int | None = None
     """Context; null: max_prompt_length + max_response_length."""
     kv_cache_tokens: int = 262144
-    """Tokens that one embedded engine's KV cache may hold; beyond it the youngest sequences are preempted and recomputed."""
+    """Tokens that one engine's KV cache may hold; beyond it the youngest sequences are preempted and recomputed. vLLM on a
+    GPU goes by gpu_memory_utilization instead."""
+    tensor_model_parallel_size: int = 1
+    """vLLM: ranks that share each layer. Times pipeline_model_parallel_size it is the GPUs of an instance."""
+    pipeline_model_parallel_size: int = 1
+    """vLLM: ranks that share the layers out."""
+    gpu_memory_utilization: float = 0.9
+    """vLLM: share of a GPU's memory for weights and KV cache."""
+    enforce_eager: bool = False
+    """vLLM: no compilation and no CUDA graphs; starts sooner, decodes slower."""
+    max_num_batched_tokens: int | None = None
+    """vLLM: most tokens of one step, prefill included; null: as vLLM chooses."""
+    enable_prefix_caching: bool = True
+    """vLLM: a prompt's keys and values are computed once for its group. The cache is emptied with each pull."""
+    engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
 
 
 @dataclass

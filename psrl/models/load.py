@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from psrl.config.errors import ConfigError
+from psrl.rollout.engines.weight_set import weight_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -30,3 +31,20 @@ def load_causal_lm(path: Path | str, dtype: str) -> PreTrainedModel:
 def load_engine_model(path: Path | str, dtype: str) -> PreTrainedModel:
     """The same without gradients, for an engine."""
     return load_causal_lm(path, dtype).requires_grad_(False)
+
+
+def checkpoint_specs(path: Path | str, dtype: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name, shape and dtype of each tensor that the model in `path` has in `dtype`, tied ones once; nothing is loaded.
+
+    Raises ConfigError as `load_causal_lm` does.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype} is refused: allowed are {' and '.join(DTYPES)}.")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(path, local_files_only=True), dtype=DTYPES[dtype]
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"The model in {path} cannot be built: {' '.join(str(error).split())[:300]}.") from error
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weight_tensors(model).items()}

@@ -99,3 +99,5 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     prefills: int = 0
     prefill_s: float = 0.0
     """Of `busy_s`, what was spent in the `prefills`."""
+    prefix_hit_tokens: int = 0
+    """Prompt tokens that were not computed because a prefix cache held them."""

@@ -16,6 +16,7 @@ from psrl.net.server import Server
 from psrl.net.waiting import wait
 from psrl.protocol import control as c
 from psrl.protocol.generation import (
+    FINISH_ABORT,
     FINISH_MIGRATED,
     FINISH_PREEMPTED,
     FINISH_REFUSED,
@@ -99,18 +100,11 @@ class Instance:
         self.link.open()
         self.timeline.set_offset(self.link.clock_offset_s)
         while not self.over:
-            if not self.engine.has_work():
-                quiet_s = min(1.0, self.reports.due_in_s(self.engine.stats(), time.monotonic()))
-                wait([self.server, self.link], PULL_POLL_S if self.pull.busy else quiet_s)
+            self._wait()
             self._hear_coordinator()
             self._hear_agents()
             self._follow_pull()
-            if self.engine.has_work():
-                begun = time.monotonic()
-                self._keep(self.engine.step())
-                self.timeline.add(BUSY, begun, time.monotonic())
-                if self.preemption.hands_back(self.engine.stats()):
-                    self._return(self.engine.abort_waiting(), FINISH_PREEMPTED)
+            self._decode()
             self._stream()
             self._report()
         self._stream(now=True)
@@ -122,6 +116,26 @@ class Instance:
         self.link.close("leaving")
         self.server.close()
         self.engine.close()
+
+    def _wait(self) -> None:
+        """Until there is something to do. An engine that decodes in this process always has, while it has work."""
+        if self.engine.due_in_s() <= 0:
+            return
+        begun, working = time.monotonic(), self.engine.has_work()
+        quiet_s = min(1.0, self.reports.due_in_s(self.engine.stats(), begun))
+        if self.pending:
+            quiet_s = min(quiet_s, max(0.0, self.next_stream - begun))
+        wait([self.server, self.link, self.engine], PULL_POLL_S if self.pull.busy else quiet_s)
+        if working:
+            self.timeline.add(BUSY, begun, time.monotonic())
+
+    def _decode(self) -> None:
+        begun, working = time.monotonic(), self.engine.has_work()
+        self._keep(self.engine.step())
+        if working:
+            self.timeline.add(BUSY, begun, time.monotonic())
+            if self.preemption.hands_back(self.engine.stats()):
+                self._return(self.engine.abort_waiting(), FINISH_PREEMPTED)
 
     # ---- messages --------------------------------------------------------------------------------------------
 
@@ -158,7 +172,8 @@ class Instance:
 
     def _return(self, aborted: list[TokenChunk], finish: str) -> int:
         for chunk in aborted:
-            chunk.finish = finish
+            if chunk.finish == FINISH_ABORT:
+                chunk.finish = finish
         self._keep(aborted)
         return len(aborted)
 

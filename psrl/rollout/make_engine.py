@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from psrl.models.load import load_engine_model
+from psrl.models.load import checkpoint_specs, load_engine_model
 from psrl.models.resolve import ModelSource
 from psrl.role import Role
+from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
+from psrl.rollout.engines.vllm_arguments import user_options
 from psrl.tasks.prepare import context_length
 
 
-def make_engine(role: Role, source: ModelSource) -> TorchEngine:
-    """An embedded engine with the run's model. Sets the process' compute threads, so call it once and first."""
+def make_engine(role: Role, source: ModelSource) -> Engine:
+    """The engine that `gen_actor_rollout_ref.rollout.name` names, with the run's model. Sets the process' compute threads,
+    so call it once and first."""
     gen = role.config.gen_actor_rollout_ref.rollout
+    dtype = gen.dtype or role.config.model.dtype
     torch.set_num_threads(role.config.psrl.deployment.rollout_cpu_threads)
     torch.set_num_interop_threads(1)
+    if gen.name == "vllm":
+        from psrl.rollout.engines.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            source.path,
+            dtype=dtype,
+            specs=checkpoint_specs(source.path, dtype),
+            eos_token_ids=source.eos_token_ids,
+            max_num_seqs=gen.max_num_seqs,
+            max_model_len=context_length(role.config),
+            kv_cache_tokens=gen.kv_cache_tokens,
+            options=user_options(gen),
+        )
     return TorchEngine(
-        load_engine_model(source.path, gen.dtype or role.config.model.dtype),
+        load_engine_model(source.path, dtype),
         eos_token_ids=source.eos_token_ids,
         max_num_seqs=gen.max_num_seqs,
         max_model_len=context_length(role.config),

@@ -70,8 +70,8 @@ class Validator:
         """Until the run is over."""
         self.link.open()
         while not self.over:
-            if not self.engine.has_work():
-                wait([self.link], LOOK_S if self.pull.busy or self.scoring else 1.0)
+            if self.engine.due_in_s() > 0:
+                wait([self.link, self.engine], LOOK_S if self.pull.busy or self.scoring else 1.0)
             self._hear()
             self._follow_pull()
             self._decode()
@@ -140,11 +140,11 @@ class Validator:
     # ---- answers ---------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
+        chunks = self.engine.step()
         if self.work is None or self.scoring is not None:
             return
-        if self.engine.has_work():
-            for chunk in self.engine.step():
-                self.work.add(chunk)
+        for chunk in chunks:
+            self.work.add(chunk)
         if self.work.complete:
             self.scoring = Future()
             # A daemon: a reward that hangs must not keep this process when the run is over.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -52,7 +53,7 @@ class CountingEngine:
         self.running |= {(request.group, s.sample): 0 for s in request.samples}
 
     def step(self) -> list[TokenChunk]:
-        time.sleep(0.001)
+        time.sleep(0.001 if self.running else 0.0)
         chunks = [
             TokenChunk(group=g, sample=s, token_ids=[n], logprobs=[-1.0], spans=[VersionSpan(n, n + 1, 0)])
             for (g, s), n in self.running.items()
@@ -73,6 +74,12 @@ class CountingEngine:
 
     def has_work(self) -> bool:
         return bool(self.running)
+
+    def waitables(self) -> list[int]:
+        return []
+
+    def due_in_s(self) -> float:
+        return 0.0 if self.running else math.inf
 
     def weight_specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"w": ((1,), torch.float32)}

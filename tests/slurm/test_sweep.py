@@ -135,7 +135,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"psrl.no_such_key": 1}, "Unknown key psrl.no_such_key"),
     ({"data.task": "null", "data.train_files": "/nowhere/train.parquet"}, "/nowhere/train.parquet"),
     ({"psrl.staleness": "0,1", "run_dir": "/tmp/x"}, "give hydra.sweep.dir"),
-    ({"gen_actor_rollout_ref.rollout.name": "vllm"}, "rollout.name=vllm is not in this version"),
+    ({"gen_actor_rollout_ref.rollout.enforce_eager": True}, "rollout.enforce_eager=True has no meaning with"),
 ]
 
 

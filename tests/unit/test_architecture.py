@@ -41,8 +41,8 @@ ALLOWED = {
     "trainer/step.py": {"trainer", "algorithms", "protocol", "config"},
     "trainer/backends": {"trainer", "algorithms", "config"},
 }
-SHELLS = {"coordinator/service.py"}
-"""The one file of the coordinator that does I/O."""
+SHELLS = {"coordinator/service.py", "rollout/engines/vllm_core.py"}
+"""The one file of the coordinator that does I/O, and the one of the engines that has a process of its own."""
 
 LIGHT = (
     "config",

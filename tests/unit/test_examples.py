@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 from omegaconf import OmegaConf
 
-from psrl.config.checks import NOT_IN_THIS_VERSION, check
+from psrl.config.checks import check
 from psrl.config.compose import compose_config, normalise
 from psrl.config.help import documented_keys
 from psrl.config.schema import Config
@@ -88,11 +88,6 @@ def config_of(name: str) -> Config:
     return cast(Config, OmegaConf.to_object(compose_config(overrides)))
 
 
-def lacking(name: str) -> list[tuple[str, str]]:
-    """What the example asks for and this version does not have."""
-    return [pair for pair in NOT_IN_THIS_VERSION if "=".join(pair) in overrides_of(name)]
-
-
 def directives(text: str) -> list[set[str]]:
     """A component's directives each, without job name and log file."""
     found: list[set[str]] = [set()]
@@ -130,22 +125,8 @@ def test_a_dry_run_leaves_nothing_behind(name: str, planned: dict[str, Started])
 
 
 @every_example
-def test_a_dry_run_warns_of_what_this_version_lacks_and_of_nothing_else(name: str, planned: dict[str, Started]) -> None:
-    wanted = {"=".join(pair) for pair in lacking(name)}
-    told = re.findall(r"^psrl: warning: member 0: (\S+) (.*)$", planned[name].err, re.MULTILINE)
-    assert {value for value, _ in told} == wanted and len(told) == len(wanted)
-    assert all(text.startswith("is not in this version of psrl") for _, text in told)
-    others = [line for line in planned[name].err.splitlines() if "warning: member 0" not in line]
-    assert others == ["psrl: not compared with the cluster: there is no scontrol on this host"]
-
-
-@every_example
-def test_the_readme_says_what_this_version_lacks(name: str) -> None:
-    text = " ".join((EXAMPLES / name / "README.md").read_text().split())
-    found = re.search(r"\*\*This version\*\* (.*?) \*\*You need", text)
-    assert bool(found) == bool(lacking(name))
-    for _, value in lacking(name):
-        assert found and value in found[1].lower()
+def test_a_dry_run_warns_of_nothing(name: str, planned: dict[str, Started]) -> None:
+    assert planned[name].err.splitlines() == ["psrl: not compared with the cluster: there is no scontrol on this host"]
 
 
 @every_example
@@ -177,7 +158,7 @@ def test_every_key_is_there_once(name: str) -> None:
 @every_example
 def test_the_deployment_fills_its_nodes(name: str) -> None:
     config = config_of(name)
-    assert len(check(config, only_planned=True)) == len(lacking(name))
+    assert check(config, only_planned=True) == []
     trainers, rollouts = shares_of(config.psrl.deployment, NODES[name])
     assert {len(share.ranks) for share in trainers} == {8}
     gpus = config.psrl.deployment.rollout_ngpus_per_node_per_instance
@@ -196,7 +177,10 @@ def test_a_sample_of_full_length_can_be_trained(name: str) -> None:
     ("arguments", "said"),
     [
         ([DRY, "psrl.deployment.n_rollout_instances=9"], "psrl.deployment.n_rollout_instances=9 does not divide over"),
-        ([], "gen_actor_rollout_ref.rollout.name=vllm is not in this version of psrl"),
+        (
+            ["gen_actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            "gen_actor_rollout_ref.rollout.tensor_model_parallel_size=2 x pipeline_model_parallel_size=1 needs 2 GPUs",
+        ),
     ],
 )
 def test_more_arguments_win_and_wrong_ones_are_refused(tmp_path: Path, arguments: list[str], said: str) -> None:

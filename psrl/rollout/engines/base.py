@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,8 +11,18 @@ import torch
 from psrl.protocol.generation import EngineStats, GenerateRequest, TokenChunk
 
 
+@dataclass(frozen=True, slots=True)
+class InWorkers:
+    """Given to `update_weights` in place of tensors: this version has been pulled by the engine's own workers."""
+
+    version: int
+
+
 class Engine(Protocol):
-    """Continuous batching behind six calls. Not thread-safe: the instance's one loop owns it.
+    """Continuous batching behind a few calls. Not thread-safe: the instance's one loop owns it.
+
+    An engine decodes either within `step`, in this process, or all the time in a process of its own. It is a
+    `psrl.net.waiting.Waitable`: the loop waits for it as for a socket, then calls `step`, even if it has no work.
 
     `submit` never blocks and never raises for a bad request: a prompt that leaves no room in the context comes back
     from the next `step` as a chunk with finish "length" and no tokens (the engine lives on).
@@ -24,11 +35,21 @@ class Engine(Protocol):
     def submit(self, request: GenerateRequest) -> None: ...
 
     def step(self) -> list[TokenChunk]:
-        """Admit waiting requests, decode one token for each running sample. Returns the new tokens of each."""
+        """The new tokens of each sample: of one decode step made here and now, or of all that were made elsewhere since
+        the last call. Raises if the engine cannot go on, which is the end of the process that owns it."""
+        ...
+
+    def waitables(self) -> Sequence[int]:
+        """Descriptors that are readable once `step` has something to say; none if it decodes in this process."""
+        ...
+
+    def due_in_s(self) -> float:
+        """0 if `step` should be called now, otherwise infinite."""
         ...
 
     def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
-        """End these groups' samples (all if None) with finish "abort". Tokens already returned are not repeated."""
+        """End these groups' samples (all if None): the tokens not yet returned of each, and finish "abort", or the finish
+        of one that had ended by itself."""
         ...
 
     def abort_waiting(self) -> list[TokenChunk]:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from psrl.protocol.generation import (
     FINISH_ABORT,
     FINISH_LENGTH,
-    FINISH_REFUSED,
     FINISH_STOP,
     EngineStats,
     GenerateRequest,
@@ -25,6 +24,7 @@ from psrl.protocol.generation import (
 )
 from psrl.protocol.samples import VersionSpan
 from psrl.rollout.engines.causal_lm import CachedCausalLM
+from psrl.rollout.engines.requests import budget, last_chunk, refusals, request_fault
 from psrl.rollout.engines.sampling import sample
 from psrl.rollout.engines.scheduler import Admission, Move, Scheduler, Sequence
 from psrl.rollout.engines.weight_set import weight_faults, weight_tensors
@@ -94,20 +94,19 @@ class TorchEngine:
     # ---- requests --------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> None:
-        if request.min_version > self.version:
-            self._ready += [_last_chunk(request.group, s.sample, FINISH_REFUSED) for s in request.samples]
+        if refused := refusals(request, self.version):
+            self._ready += refused
             return
-        fault = self._fault(request)
+        fault = request_fault(request, self._lm.vocab_size)
         if fault:
             logger.warning("group %d cannot be generated: %s; its samples end without tokens", request.group, fault)
         for item in request.samples:
             sampling, stop_ids = self._intern(
                 msgspec.structs.replace(request.sampling, temperature=0.0) if item.greedy else request.sampling
             )
-            used = len(request.prompt_ids) + len(item.prefix_ids)
-            budget = min(item.max_new_tokens, self._max_model_len - used)
-            if fault or budget <= 0:
-                self._ready.append(_last_chunk(request.group, item.sample, FINISH_LENGTH))
+            room = budget(request, item, self._max_model_len)
+            if fault or room <= 0:
+                self._ready.append(last_chunk(request.group, item.sample))
                 continue
             self._arrivals += 1
             self._scheduler.add(
@@ -117,23 +116,12 @@ class TorchEngine:
                     sample=item.sample,
                     prompt_ids=request.prompt_ids,
                     token_ids=[*request.prompt_ids, *item.prefix_ids],
-                    budget=budget,
+                    budget=room,
                     seed=item.seed,
                     sampling=sampling,
                     stop_ids=stop_ids,
                 )
             )
-
-    def _fault(self, request: GenerateRequest) -> str:
-        """Why this request cannot be decoded at all, "" if it can."""
-        if not request.prompt_ids:
-            return "the prompt is empty"
-        for ids in (request.prompt_ids, *(s.prefix_ids for s in request.samples)):
-            if ids and not 0 <= min(ids) <= max(ids) < self._lm.vocab_size:
-                return f"token ids {min(ids)} .. {max(ids)} are outside the vocabulary [0, {self._lm.vocab_size})"
-        if not (request.sampling.temperature >= 0 and math.isfinite(request.sampling.temperature)):
-            return f"temperature {request.sampling.temperature} must be a finite number >= 0"
-        return ""
 
     def _intern(self, params: SamplingParams) -> tuple[SamplingParams, frozenset[int]]:
         """One object for equal parameters, so that a batch can tell by identity that all its rows sample alike."""
@@ -149,13 +137,19 @@ class TorchEngine:
     def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
         dropped, moves = self._scheduler.abort(groups)
         self._move_rows(moves)
-        return [_last_chunk(s.group, s.sample, FINISH_ABORT) for s in dropped]
+        return [last_chunk(s.group, s.sample, FINISH_ABORT) for s in dropped]
 
     def abort_waiting(self) -> list[TokenChunk]:
-        return [_last_chunk(s.group, s.sample, FINISH_ABORT) for s in self._scheduler.abort_waiting()]
+        return [last_chunk(s.group, s.sample, FINISH_ABORT) for s in self._scheduler.abort_waiting()]
 
     def has_work(self) -> bool:
         return bool(self._ready or self._scheduler.running or self._scheduler.waiting)
+
+    def waitables(self) -> list[int]:
+        return []
+
+    def due_in_s(self) -> float:
+        return 0.0 if self.has_work() else math.inf
 
     # ---- one step --------------------------------------------------------------------------------------------
 
@@ -286,7 +280,3 @@ def pack_by_length(admissions: list[Admission], max_tokens: int) -> list[list[Ad
             width = len(admission.sequence.token_ids) - 1
             batches.append([admission])
     return batches
-
-
-def _last_chunk(group: int, sample_index: int, finish: str) -> TokenChunk:
-    return TokenChunk(group=group, sample=sample_index, token_ids=[], logprobs=[], spans=[], finish=finish)

@@ -1,0 +1,71 @@
+"""vLLM's own configuration for one engine, and the environment that it reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from vllm import EngineArgs
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+
+from psrl.rollout.engines.vllm_arguments import engine_arguments, head_dim, kv_bytes_a_token
+
+CPU_HEAD_DIM = 32
+
+
+def engine_config(
+    directory: Path,
+    *,
+    dtype: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    kv_cache_tokens: int,
+    options: Mapping[str, Any],
+) -> VllmConfig:
+    """See VllmEngine. Sets defaults of vLLM's environment variables. ValueError for what vLLM refuses."""
+    _set_defaults_of_environment()
+    arguments = engine_arguments(
+        directory,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        kv_cache_bytes=_cpu_cache_bytes(directory, dtype, kv_cache_tokens, options),
+        options=options,
+    )
+    return EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+
+def _set_defaults_of_environment() -> None:
+    """Unless the user says otherwise."""
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot say log-probs
+    }
+    if current_platform.is_cpu():
+        defaults |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # OMP_NUM_THREADS counts; which cores is the supervisor's business
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # then a single worker lives in the core: one process fewer to start
+        }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _cpu_cache_bytes(directory: Path, dtype: str, tokens: int, options: Mapping[str, Any]) -> int | None:
+    """Bytes of the KV cache on a CPU, with a block for vLLM itself; None on a GPU."""
+    if not current_platform.is_cpu():
+        return None
+    settings = msgspec.json.decode((directory / "config.json").read_bytes())
+    model = settings.get("text_config") or settings
+    if head_dim(model) % CPU_HEAD_DIM:
+        raise ValueError(
+            f"vLLM on a CPU needs attention heads whose size is a multiple of {CPU_HEAD_DIM}, those of {directory} have "
+            f"{head_dim(model)}: take another model, or gen_actor_rollout_ref.rollout.name=torch"
+        )
+    a_token = kv_bytes_a_token(model, getattr(torch, dtype).itemsize)
+    return (tokens + options.get("block_size", 128)) * a_token

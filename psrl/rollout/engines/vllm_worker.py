@@ -1,0 +1,114 @@
+"""What psrl adds to a vLLM worker (`worker_extension_cls`): new weights, loaded between two decode steps.
+
+Its methods are called through vLLM's `collective_rpc`, in every worker of an engine; names begin with psrl_ because they become
+methods of vLLM's own worker class.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from psrl.rollout.engines.shared_tensors import Layout, map_tensors
+
+
+class PsrlWorker:
+    """Mixed into vLLM's worker."""
+
+    if TYPE_CHECKING:
+        model_runner: Any
+        model_config: Any
+        device: torch.device
+        rank: int
+        parallel_config: Any
+    psrl_tensors: dict[str, torch.Tensor]
+    psrl_receiver: Any
+    psrl_fused: bool
+
+    def psrl_prepare(self, path: str, layout: Layout) -> None:
+        """Map the memory through which whole weights arrive. Once."""
+        memory, tensors = map_tensors(path, layout)
+        if self.device.type == "cuda":
+            _pin(memory)
+        self.psrl_tensors = dict(tensors)
+
+    def psrl_attach(self, receiver: str, settings: dict[str, Any]) -> None:
+        """Make the receiver "module:Class" that pulls weights here (psrl.rollout.worker_puller). It gets the model's own
+        tensors to write into (`fused`) where that is all that loading is, else the shapes and dtypes of the whole ones."""
+        module, _, name = receiver.partition(":")
+        model = self.model_runner.get_model()
+        fused = loads_in_place(model, self.device, self.model_config.quantization)
+        specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.psrl_tensors.items()}
+        self.psrl_receiver = getattr(importlib.import_module(module), name)(
+            tensors=dict(model.named_parameters()) if fused else specs,
+            fused=fused,
+            rank=self.rank % self.parallel_config.tensor_parallel_size,
+            device=self.device,
+            **settings,
+        )
+        self.psrl_fused = fused
+
+    def psrl_pull(self, version: int, incarnation: int, timeout_s: float) -> None:
+        """Begin to pull beside decoding."""
+        self.psrl_receiver.start(version, incarnation, timeout_s)
+
+    def psrl_pulled(self) -> dict[str, Any] | None:
+        """How the pull ended, once; None while it goes on."""
+        end = self.psrl_receiver.poll()
+        return None if end is None else msgspec.to_builtins(end)
+
+    def psrl_switch(self, pulled: bool) -> float:
+        """Load what has been pulled here, or what lies in the shared memory; seconds that it took. Nothing may be decoding
+        meanwhile."""
+        begun = time.perf_counter()
+        with torch.no_grad():
+            if pulled and self.psrl_fused:
+                self.psrl_receiver.switch()
+            elif pulled:
+                self._psrl_load(self.psrl_receiver.staged_tensors())
+                self.psrl_receiver.switched()
+            else:
+                self._psrl_load(iter(self.psrl_tensors.items()))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begun
+
+    def _psrl_load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        model = self.model_runner.get_model()
+        if loads_in_place(model, self.device, self.model_config.quantization):
+            model.load_weights(tensors)
+        else:
+            self.model_runner.reload_weights(weights_iterator=tensors)
+            process_tied_layers(model)
+
+
+def loads_in_place(model: torch.nn.Module, device: torch.device, quantization: str | None) -> bool:
+    """Whether the model's tensors are still as its loader left them, so that loading again overwrites them. Elsewhere (quantized
+    weights, fused experts, any CPU) vLLM has repacked them and they must be loaded layer by layer, which is slower."""
+    fused_experts = any(type(module).__name__.endswith("FusedMoE") for module in model.modules())
+    return device.type == "cuda" and quantization is None and not fused_experts
+
+
+def process_tied_layers(model: torch.nn.Module) -> None:
+    """A layer-by-layer reload repacks a shared tensor for the first layer that has it (the embedding); do so for the others
+    (the output head), which would go on with a packed copy of the old one."""
+    seen: set[int] = set()
+    for layer in model.modules():
+        weight, method = getattr(layer, "weight", None), getattr(layer, "quant_method", None)
+        if weight is None or method is None:
+            continue
+        if id(weight) in seen:
+            method.process_weights_after_loading(layer)
+        seen.add(id(weight))
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Let the GPU read this memory by itself: an order of magnitude faster than a copy of pageable memory."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) != 0:
+        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed with error {int(error)}")
