@@ -6,9 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from psrl.config import algorithm_checks, critic_checks
+from psrl.config import algorithm_checks, colocate_checks, critic_checks
 from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.backend_checks import check_backend, has_megatron
+from psrl.config.colocate_checks import check_colocate
 from psrl.config.critic_checks import check_critic
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
@@ -34,6 +35,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.device": ("auto", "cpu", "cuda"),
     "data.truncation": ("skip", "error"),
     **algorithm_checks.CHOICES,
+    **colocate_checks.CHOICES,
     **critic_checks.CHOICES,
 }
 NOT_IN_THIS_VERSION: dict[tuple[str, str], str] = {
@@ -100,6 +102,7 @@ POSITIVE: tuple[str, ...] = (
     "train_actor_rollout_ref.actor.grad_clip",
     "gen_actor_rollout_ref.rollout.top_p",
     *algorithm_checks.POSITIVE,
+    *colocate_checks.POSITIVE,
     *critic_checks.POSITIVE,
 )
 MAY_CHANGE = (
@@ -136,6 +139,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     algorithm_warnings = check_algorithm(config)
     check_critic(config)
     overlap_notices = check_overlap(config)
+    colocate_notices = check_colocate(config)
     lacking = [
         f"{key}={value} is not in this version of psrl; there is {key}={instead}."
         for (key, value), instead in NOT_IN_THIS_VERSION.items()
@@ -147,6 +151,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
         *lacking,
         *algorithm_warnings,
         *overlap_notices,
+        *colocate_notices,
         *sync_warnings(config),
         *routing_warnings(config),
         *redundancy,

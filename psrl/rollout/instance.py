@@ -10,6 +10,8 @@ import os
 import time
 from collections import defaultdict
 
+from psrl.colocate.gpu_lock import TurnError
+from psrl.colocate.turn import InstanceTurn, instance_turn
 from psrl.models.resolve import run_model
 from psrl.net.link import CoordinatorGoneError, CoordinatorLink
 from psrl.net.server import Server
@@ -32,7 +34,7 @@ from psrl.rollout.preemption import PreemptionWatch
 from psrl.rollout.status_reports import StatusReports
 from psrl.rollout.stream import join_chunks
 from psrl.rundir.keys import load_keys
-from psrl.telemetry.timeline import BUSY, PULL, SWITCH, WORK, Timeline
+from psrl.telemetry.timeline import BUSY, PULL, SLEEP, SWITCH, WAKE, WORK, Timeline
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.select import make_puller
@@ -42,7 +44,7 @@ log = logging.getLogger("psrl.instance")
 STREAM_INTERVAL_S = 0.05
 """Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
 PULL_POLL_S = 0.002
-"""While idle, how soon weights that have arrived are seen."""
+"""While idle, how soon weights that have arrived, or a GPU that is free, are seen."""
 RETIRE_GRACE_S = 3.0
 """A retiring instance leaves after this even if it is not dismissed: then an agent loop or the coordinator is gone."""
 
@@ -50,11 +52,12 @@ RETIRE_GRACE_S = 3.0
 class Instance:
     """The shell around an engine. Tokens of unfinished samples are streamed, so nothing is lost with this process."""
 
-    def __init__(self, role: Role, engine: Engine) -> None:
+    def __init__(self, role: Role, engine: Engine, turn: InstanceTurn) -> None:
         limits = role.config.psrl.fault_tolerance
         keys = load_keys(role.run_dir)
         self.role = role
         self.engine = engine
+        self.turn = turn
         self.server = Server(
             keys,
             role.address,
@@ -92,6 +95,7 @@ class Instance:
             incarnation=self.incarnation,
             max_concurrent=self.role.config.gen_actor_rollout_ref.rollout.max_num_seqs,
             retiring=self.retire_by is not None,
+            asleep=self.turn.asleep and not self.turn.waiting,
         )
 
     def run(self) -> None:
@@ -101,8 +105,9 @@ class Instance:
         while not self.over:
             if not self.engine.has_work():
                 quiet_s = min(1.0, self.reports.due_in_s(self.engine.stats(), time.monotonic()))
-                wait([self.server, self.link], PULL_POLL_S if self.pull.busy else quiet_s)
+                wait([self.server, self.link], PULL_POLL_S if self.pull.busy or self.turn.waiting else quiet_s)
             self._hear_coordinator()
+            self._wake()
             self._hear_agents()
             self._follow_pull()
             if self.engine.has_work():
@@ -134,6 +139,10 @@ class Instance:
                     self._hand_back(FINISH_MIGRATED)
                 case c.Retire():
                     self._retire(message.reason)
+                case c.Sleep():
+                    self._sleep()
+                case c.Wake():
+                    self.turn.ask()
                 case c.Dismissed():
                     self.over = "dismissed: all that was here has been taken over"
                 case c.Shutdown():
@@ -201,11 +210,29 @@ class Instance:
             and request.min_version <= self.engine.version
         )
 
+    # ---- turns on shared GPUs --------------------------------------------------------------------------------
+
+    def _sleep(self) -> None:
+        """Hand every sample back, release the memory, then the GPU. A pull that is under way is of no use any more."""
+        begun = time.monotonic()
+        self._hand_back(FINISH_ABORT)
+        self.order = self.staged = None
+        if not self.turn.asleep:
+            self.engine.sleep()
+        self.turn.leave()
+        self.timeline.add(SLEEP, begun, time.monotonic())
+
+    def _wake(self) -> None:
+        begun = time.monotonic()
+        if self.turn.entered():
+            self.engine.wake()
+            self.timeline.add(WAKE, begun, time.monotonic())
+
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def _follow_pull(self) -> None:
         """Prefetch while decoding goes on; then hand partial samples back (or finish them) and switch."""
-        if self.retire_by is not None:
+        if self.retire_by is not None or self.turn.asleep:
             return
         if self.order is not None and not self.pull.busy and self.staged is None:
             self.pull.start(self.order.version, self.order.incarnation)
@@ -213,7 +240,7 @@ class Instance:
         outcome = self.pull.poll()
         if isinstance(outcome, PullError):
             self._pull_failed(outcome)
-        elif outcome is not None:
+        elif outcome is not None and self.order is not None:  # else it was ordered before a sleep
             end = time.monotonic()
             self.timeline.add(
                 PULL,
@@ -255,8 +282,9 @@ class Instance:
         return {name: round(getattr(self.at_switch, name) - getattr(before, name), 6) for name in WORK}
 
     def _pull_failed(self, error: PullError) -> None:
-        order, self.order = self.order, None
-        version = order.version if order else -1
+        if self.order is None:  # it was ordered before a sleep
+            return
+        version, self.order = self.order.version, None
         if not error.retryable:
             self.link.send(c.Fatal(cause=error.cause))
         self.link.send(c.PullFailed(version=version, cause=error.cause))
@@ -294,10 +322,16 @@ class Instance:
 
 def main() -> int:
     role = start_role()
-    instance = Instance(role, make_engine(role, run_model(role.run_dir)))
+    turn = instance_turn(role)
+    engine = turn.build(lambda: make_engine(role, run_model(role.run_dir)), lambda made: made.sleep())
+    instance = Instance(role, engine, turn)
     try:
         instance.run()
         return 0
+    except TurnError as error:
+        instance.link.send(c.Fatal(cause=str(error)))
+        log.error("%s", error)
+        return 1
     except CoordinatorGoneError as error:
         log.error("%s", error)
         return 1
