@@ -6,10 +6,8 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from psrl.gpus import visible_gpus
 
 POLL_S = 0.005
 
@@ -81,13 +79,12 @@ class GpuLock:
         self._files, self.held = [], False
 
 
-def own_gpus(environ: Mapping[str, str], first: int, count: int) -> list[str]:
-    """The `count` GPUs of a process: those that it sees first. Places of the node, from `first` on, where it computes on the CPU.
+def own_gpus(names: Sequence[str], first: int, count: int) -> list[str]:
+    """The `count` GPUs of a process: those that it sees first. Places of the node, from `first` on, where it sees none.
 
-    >>> own_gpus({"CUDA_VISIBLE_DEVICES": "3,0,1,2"}, first=1, count=1), own_gpus({"CUDA_VISIBLE_DEVICES": ""}, first=1, count=2)
+    >>> own_gpus(("3", "0", "1", "2"), first=1, count=1), own_gpus((), first=1, count=2)
     (['3'], ['cpu-1', 'cpu-2'])
     """
-    names = visible_gpus(environ)
     return list(names[:count]) or [f"cpu-{first + i}" for i in range(count)]
 
 

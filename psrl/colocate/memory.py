@@ -125,7 +125,9 @@ def trainer_memory(
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The GPU storages behind `tensors`, each once, empty ones left out."""
     found = {
-        storage._cdata: storage for tensor in tensors if tensor.is_cuda and (storage := tensor.untyped_storage()).nbytes()
+        storage._cdata: storage
+        for tensor in tensors
+        if tensor.is_cuda and (storage := tensor.untyped_storage()).nbytes()
     }
     return list(found.values())
 
@@ -139,9 +141,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def wait_for_memory(
-    nbytes: int, limit_s: float = FREE_WAIT_S, sleep: Callable[[float], None] = time.sleep
-) -> None:
+def wait_for_memory(nbytes: int, limit_s: float = FREE_WAIT_S, sleep: Callable[[float], None] = time.sleep) -> None:
     """Return once the GPU has `nbytes` free. TurnError after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while (free := free_bytes()) < nbytes + HEADROOM_BYTES:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from psrl.colocate.gpu_lock import GpuLock, own_gpus, turn_directory
+from psrl.gpus import visible_gpus
 
 if TYPE_CHECKING:
     from psrl.colocate.memory import Memory
@@ -93,14 +94,18 @@ def trainer_turn(role: Role, memory: Callable[[], Memory]) -> TrainerTurn:
     limit_s = role.config.psrl.fault_tolerance.turn_timeout_s
     if not role.config.psrl.colocate:
         return TrainerTurn(None, None, limit_s)
-    gpus = own_gpus(os.environ, first=int(os.environ["LOCAL_RANK"]), count=1)
-    return TrainerTurn(GpuLock(turn_directory(), gpus, role.name), memory(), limit_s)
+    return TrainerTurn(_lock(role, int(os.environ["LOCAL_RANK"]), 1), memory(), limit_s)
 
 
 def instance_turn(role: Role) -> InstanceTurn:
+    """Of this instance; waits for nothing yet."""
     limit_s = role.config.psrl.fault_tolerance.turn_timeout_s
     if not role.config.psrl.colocate:
         return InstanceTurn(None, limit_s)
-    each, number = role.config.psrl.deployment.rollout_ngpus_per_node_per_instance, int(role.name.rpartition("-")[2])
-    gpus = own_gpus(os.environ, first=number * each, count=each)
-    return InstanceTurn(GpuLock(turn_directory(), gpus, role.name), limit_s)
+    each = role.config.psrl.deployment.rollout_ngpus_per_node_per_instance
+    return InstanceTurn(_lock(role, int(role.name.rpartition("-")[2]), each), limit_s)
+
+
+def _lock(role: Role, number: int, count: int) -> GpuLock:
+    names = () if role.config.trainer.device == "cpu" else visible_gpus(os.environ)
+    return GpuLock(turn_directory(), own_gpus(names, number * count, count), role.name)

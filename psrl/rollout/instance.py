@@ -18,6 +18,7 @@ from psrl.net.server import Server
 from psrl.net.waiting import wait
 from psrl.protocol import control as c
 from psrl.protocol.generation import (
+    FINISH_ABORT,
     FINISH_MIGRATED,
     FINISH_PREEMPTED,
     FINISH_REFUSED,
@@ -72,6 +73,8 @@ class Instance:
         self.incarnation = 0
         self.order: c.Pull | None = None
         self.staged: StagedWeights | None = None
+        self.pull_forgotten = False
+        """The pull that goes on was ordered before a sleep: its outcome is of no use."""
         self.owner: dict[int, bytes] = {}
         self.outstanding: dict[int, int] = defaultdict(int)
         self.pending: dict[bytes, list[TokenChunk]] = defaultdict(list)
@@ -213,10 +216,10 @@ class Instance:
     # ---- turns on shared GPUs --------------------------------------------------------------------------------
 
     def _sleep(self) -> None:
-        """Hand every sample back, release the memory, then the GPU. A pull that is under way is of no use any more."""
+        """Hand every sample back, release the memory, then the GPU."""
         begun = time.monotonic()
         self._hand_back(FINISH_ABORT)
-        self.order = self.staged = None
+        self.order, self.staged, self.pull_forgotten = None, None, self.pull.busy
         if not self.turn.asleep:
             self.engine.sleep()
         self.turn.leave()
@@ -238,9 +241,11 @@ class Instance:
             self.pull.start(self.order.version, self.order.incarnation)
             self.link.send(c.PullStarted(version=self.order.version))
         outcome = self.pull.poll()
+        if outcome is not None and self.pull_forgotten:
+            outcome, self.pull_forgotten = None, False
         if isinstance(outcome, PullError):
             self._pull_failed(outcome)
-        elif outcome is not None and self.order is not None:  # else it was ordered before a sleep
+        elif outcome is not None:
             end = time.monotonic()
             self.timeline.add(
                 PULL,
@@ -282,9 +287,8 @@ class Instance:
         return {name: round(getattr(self.at_switch, name) - getattr(before, name), 6) for name in WORK}
 
     def _pull_failed(self, error: PullError) -> None:
-        if self.order is None:  # it was ordered before a sleep
-            return
-        version, self.order = self.order.version, None
+        order, self.order = self.order, None
+        version = order.version if order else -1
         if not error.retryable:
             self.link.send(c.Fatal(cause=error.cause))
         self.link.send(c.PullFailed(version=version, cause=error.cause))

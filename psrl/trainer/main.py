@@ -57,9 +57,7 @@ class Trainer:
         config = role.config
         self.role, self.rank, self.world_size = role, rank, world_size
         source = run_model(role.run_dir)
-        self.turn = trainer_turn(
-            role, lambda: trainer_memory(config.psrl.tms.range, device, self._resident_tensors)
-        )
+        self.turn = trainer_turn(role, lambda: trainer_memory(config.psrl.tms.range, device, self._resident_tensors))
         with self.turn.region():
             self.actor = make_backend(
                 load_causal_lm(source.path, config.model.dtype),
