@@ -239,6 +239,17 @@ def _check_combinations(config: Config) -> None:
     if len(sources) != 1:
         what = f"both {' and '.join(sources)} are set" if sources else "no data is named"
         raise ConfigError(f"{what}: set exactly one of data.train_files, data.reasoning_gym.dataset and data.task.")
+    drawn = config.data.synthetic_lengths
+    if drawn.mean_tokens is not None and not (drawn.mean_tokens >= 1 and drawn.sigma >= 0):
+        raise ConfigError(
+            f"data.synthetic_lengths.mean_tokens={drawn.mean_tokens:g} with data.synthetic_lengths.sigma={drawn.sigma:g} is refused: allowed is a mean of "
+            "at least 1 and a sigma of at least 0."
+        )
+    if drawn.mean_tokens is not None and not gen.ignore_eos:
+        raise ConfigError(
+            f"data.synthetic_lengths.mean_tokens={drawn.mean_tokens:g} decides where responses end, but an end-of-text token would too: set "
+            "gen_actor_rollout_ref.rollout.ignore_eos=True, or leave mean_tokens null."
+        )
     if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
         raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
     if config.trainer.gpu_memory_fraction > 1:

@@ -173,6 +173,14 @@ class ReasoningGymConfig:
 
 
 @dataclass
+class SyntheticLengthsConfig:
+    mean_tokens: float | None = None
+    """Benchmarks: each response ends at a length drawn for it (lognormal, by seed, prompt and sample), whatever is sampled; the mean before the cut at data.max_response_length. Needs ignore_eos. null: responses end by themselves."""
+    sigma: float = 1.0
+    """Standard deviation of the length's logarithm: 0 makes all alike, 1 has a long tail."""
+
+
+@dataclass
 class DataConfig:
     train_files: str | None = None
     """A parquet or jsonl file in verl's columns: prompt (chat messages), data_source, reward_model.ground_truth."""
@@ -191,6 +199,7 @@ class DataConfig:
     """Tokens; see truncation for longer prompts."""
     max_response_length: int = 1024
     """Most tokens of a response, over all its parts."""
+    synthetic_lengths: SyntheticLengthsConfig = field(default_factory=SyntheticLengthsConfig)
     truncation: str = "skip"
     """A prompt longer than max_prompt_length: skip (and count) | error (refuse to start)."""
     shuffle: bool = True
