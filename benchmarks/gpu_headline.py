@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -26,17 +25,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headline_figures import WARMUP, measure, plain_copy, plot, predict, table
 from report_machine import describe_machine
 
-WARMUP = 3
 P, COORDINATION = "psrl", "psrl.rollout_coordination"
 ACTOR, ROLLOUT = "train_actor_rollout_ref.actor", "gen_actor_rollout_ref.rollout"
-SIZES = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
-VOCABULARY = 151936
+SIZES = ("0.6b", "1.7b", "4b")
 PROMPT_TOKENS = 64
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"groups": 32, "mean": 1024.0, "cap": 8192, "steps": 12},
@@ -44,7 +38,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 SAMPLES = 8
 MINI_BATCHES = 4
-Row = dict[str, float]
 
 
 def settings(groups: int) -> dict[str, list[str]]:
@@ -90,45 +83,51 @@ def main() -> int:
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    end = time.monotonic() + 60 * args.minutes
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     common = [*workload(args), *args.extra]
     remember(args.out / "workload.json", common)
-    chosen = {n: o for n, o in settings(args.groups).items() if not args.only or n in args.only}
-    longest_s = 0.0
-    for name, overrides in chosen.items():
-        run_dir = args.out / name.replace(" ", "_").replace("+_", "and_")
-        if (run_dir / "summary.json").exists() and json.loads((run_dir / "summary.json").read_text())[
-            "status"
-        ] == "completed":
-            continue
-        if time.monotonic() + longest_s > end:
-            print(f"no time is left for {name!r} and what follows: call again", flush=True)
-            break
-        begun = time.monotonic()
-        launch(run_dir, [*common, *overrides])
-        longest_s = max(longest_s, time.monotonic() - begun)
-        print(f"{name}: {time.monotonic() - begun:.0f} s with its start", flush=True)
-    rows = {
-        n: measure(d, args.gpus) for n in chosen if (d := args.out / n.replace(" ", "_").replace("+_", "and_")).exists()
-    }
+    chosen = {name: own for name, own in settings(args.groups).items() if not args.only or name in args.only}
+    run_all(args.out, common, chosen, time.monotonic() + 60 * args.minutes)
+    rows = {name: measure(path, args.gpus) for name in chosen if completed(path := place(args.out, name))}
     predict(rows, chosen, common, args.out, args.steps)
     copy_gb_s = plain_copy(args.device, max(int(row["nbytes"]) for row in rows.values()))
-    head = f"{args.gpus} x {args.device}, {args.size or args.model or ''} {args.steps} steps of {args.groups} x {SAMPLES} samples, first {WARMUP} not counted"
-    text = "\n".join(
-        [
-            describe_machine(),
-            head,
-            f"lengths: lognormal, mean {args.mean:g}, cut at {args.cap}",
-            "",
-            *table(rows, copy_gb_s),
-        ]
-    )
-    print(text)
-    (args.out / "headline.txt").write_text(text + "\n")
+    lines = [
+        describe_machine(),
+        f"{args.gpus} x {args.device}, model {args.model or args.size}, {args.steps} steps of {args.groups} x {SAMPLES} samples, the first "
+        f"{WARMUP} not counted; lengths lognormal, mean {args.mean:g}, cut at {args.cap}",
+        "",
+        *table(rows, copy_gb_s),
+    ]
+    print("\n".join(lines))
+    (args.out / "headline.txt").write_text("\n".join(lines) + "\n")
     plot(rows, args.out / "headline.png")
     return 0
+
+
+def run_all(out: Path, common: Sequence[str], chosen: Mapping[str, list[str]], end_s: float) -> None:
+    """Every setting that `out` does not hold yet, as long as one as long as the longest so far would end by `end_s`."""
+    longest_s = 0.0
+    for name, own in chosen.items():
+        if completed(place(out, name)):
+            continue
+        begun_s = time.monotonic()
+        if begun_s + longest_s > end_s:
+            print(f"no time is left for {name!r} and what follows: call again", flush=True)
+            return
+        launch(place(out, name), [*common, *own])
+        took_s = time.monotonic() - begun_s
+        longest_s = max(longest_s, took_s)
+        print(f"{name}: {took_s:.0f} s with its start", flush=True)
+
+
+def place(out: Path, name: str) -> Path:
+    return out / name.replace("+ ", "and ").replace(" ", "_")
+
+
+def completed(run_dir: Path) -> bool:
+    summary = run_dir / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["status"] == "completed"
 
 
 # ---- what runs -------------------------------------------------------------------------------------------------
@@ -183,19 +182,20 @@ def model(args: argparse.Namespace) -> str:
 def random_model(size: str, context: int, directory: Path, device: str) -> None:
     """A Hugging Face directory with random weights in bfloat16 and the tiny model's tokenizer: ids beyond it have no text."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from gpu_trainer import shape
+    from transformers import AutoModelForCausalLM
 
     from psrl.models.tiny_tokenizer import END_ID, PAD_ID, make_tokenizer, save_tokenizer
 
-    shape = Qwen3Config(
-        vocab_size=VOCABULARY, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=context,
-        bos_token_id=None, eos_token_id=END_ID, pad_token_id=PAD_ID, **SIZES[size],
-    )  # fmt: skip
+    config = shape(size)
+    config.update(
+        {"max_position_embeddings": context, "bos_token_id": None, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    )
     incoming = directory.with_name(f".{directory.name}.tmp")
     incoming.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     with torch.device(device):
-        weights = Qwen3ForCausalLM._from_config(shape, dtype=torch.bfloat16)
+        weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     weights.save_pretrained(incoming)
     save_tokenizer(make_tokenizer(["1 + 2 = 3"]), incoming, context)
     incoming.rename(directory)
@@ -221,131 +221,6 @@ def remember(path: Path, common: Sequence[str]) -> None:
     if path.exists() and json.loads(path.read_text()) != list(common):
         raise SystemExit(f"{path} is of another workload: choose another --out, or remove it")
     path.write_text(json.dumps(list(common), indent=1))
-
-
-# ---- what is measured ------------------------------------------------------------------------------------------
-
-
-def measure(run_dir: Path, gpus: int) -> Row:
-    """Of a run, without the first steps and the last, which writes a checkpoint."""
-    from psrl.telemetry.metrics import read_metrics
-    from psrl.telemetry.summary import TRAIN_BUSY, busy_over
-    from psrl.telemetry.timeline import BUSY, PULL, PUSH, SWITCH
-    from psrl.telemetry.timeline_read import by_name, read_timeline
-
-    rows = read_metrics(run_dir / "metrics.jsonl")[WARMUP:-1]
-    tracks = read_timeline(run_dir / "timeline")
-    instances, trainers = by_name(tracks, "instance").values(), by_name(tracks, "trainer")
-    pushed = [span.end_s for span in next(iter(trainers.values())) if span.name == PUSH]
-    windows = [(pushed[WARMUP], pushed[-2])]
-    pulls = [s for own in instances for s in own if s.name == PULL and s.start_s >= pushed[0]]
-    switches = [s.seconds for own in instances for s in own if s.name == SWITCH and s.start_s >= pushed[0]]
-    step_s = statistics.fmean(row["timing_s/step"] for row in rows)
-    tokens = statistics.fmean(row["response_length/mean"] * row["training/num_samples"] for row in rows)
-    return {
-        "step_s": step_s,
-        "tokens_s_gpu": tokens / step_s / gpus,
-        "rollout": statistics.fmean(busy_over(spans, windows, (BUSY,)) for spans in instances),
-        "train": statistics.fmean(busy_over(spans, windows, TRAIN_BUSY) for spans in trainers.values()),
-        "lag": max(row["staleness/max"] for row in rows),
-        "nbytes": max((s.attributes["nbytes"] for s in pulls), default=0),
-        "pull_gb_s": statistics.median(s.attributes["nbytes"] / s.seconds / 1e9 for s in pulls) if pulls else 0.0,
-        "pause_ms": 1e3 * statistics.median(switches) if switches else 0.0,
-    }
-
-
-def predict(
-    rows: dict[str, Row], chosen: Mapping[str, list[str]], common: Sequence[str], out: Path, steps: int
-) -> None:
-    """Add the simulator's step time to each row, where the synchronous run is there to calibrate on."""
-    from psrl.config.command_line import prepare_overrides
-    from psrl.config.errors import ConfigError
-    from psrl.simulate.__main__ import prepare
-    from psrl.simulate.build import simulate
-    from psrl.simulate.calibrate import calibrate
-
-    try:
-        calibrate(out / "synchronous").save(out / "calibration.json")
-    except ConfigError as error:
-        print(f"nothing is predicted: {error}")
-        return
-    own = [
-        f"simulation.calibration={out / 'calibration.json'}",
-        f"simulation.steps={steps}",
-        f"simulation.warmup_steps={WARMUP}",
-    ]
-    for name in rows:
-        config, simulation = prepare(prepare_overrides([*common, *chosen[name], *own]))
-        rows[name]["predicted_s"] = simulate(config, simulation).step_s
-
-
-def plain_copy(device: str, nbytes: int) -> float:
-    """GB/s of a plain copy between the first and the last GPU (on a CPU: in memory), in a process that leaves the GPUs afterwards."""
-    code = (
-        "import sys, time, torch\n"
-        "device, size = sys.argv[1], int(sys.argv[2])\n"
-        "last = f'cuda:{torch.cuda.device_count() - 1}' if device == 'cuda' else 'cpu'\n"
-        "a = torch.ones(size, dtype=torch.uint8, device='cuda:0' if device == 'cuda' else 'cpu')\n"
-        "b = torch.empty(size, dtype=torch.uint8, device=last)\n"
-        "best = 1e9\n"
-        "for _ in range(6):\n"
-        "    begun = time.perf_counter(); b.copy_(a)\n"
-        "    _ = [torch.cuda.synchronize(d) for d in {a.device, b.device} if d.type == 'cuda']\n"
-        "    best = min(best, time.perf_counter() - begun)\n"
-        "print(size / best / 1e9)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, device, str(max(1, nbytes))], capture_output=True, text=True, check=True
-    )
-    return float(done.stdout)
-
-
-# ---- what is shown ---------------------------------------------------------------------------------------------
-
-
-def table(rows: Mapping[str, Row], copy_gb_s: float) -> list[str]:
-    base = rows.get("synchronous", next(iter(rows.values())))["step_s"]
-    lines = [
-        f"{'':22}{'step s':>9}{'speed-up':>10}{'predicted':>11}{'tokens/s/GPU':>14}{'rollout busy':>14}{'train busy':>12}{'ceiling':>9}"
-        f"{'max lag':>9}{'pull GB/s':>11}{'of a copy':>11}{'pause ms':>10}"
-    ]
-    for name, row in rows.items():
-        predicted = f"{row['predicted_s']:.2f}" if "predicted_s" in row else "-"
-        lines.append(
-            f"{name:22}{row['step_s']:9.2f}{base / row['step_s']:10.2f}{predicted:>11}{row['tokens_s_gpu']:14.0f}{row['rollout']:14.2f}"
-            f"{row['train']:12.2f}{max(row['rollout'], row['train']):9.2f}{row['lag']:9.0f}{row['pull_gb_s']:11.2f}"
-            f"{row['pull_gb_s'] / copy_gb_s:11.2f}{row['pause_ms']:10.1f}"
-        )
-    return [*lines, f"a plain copy of {max(row['nbytes'] for row in rows.values()) / 1e9:.2f} GB: {copy_gb_s:.1f} GB/s"]
-
-
-def plot(rows: Mapping[str, Row], path: Path) -> None:
-    """Step time by setting: measured, predicted, and what the busier side alone would take."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 4))
-    bars: list[tuple[str, str, list[float]]] = [
-        ("measured", "#2563eb", [row["step_s"] for row in rows.values()]),
-        ("predicted", "#93c5fd", [row.get("predicted_s", 0.0) for row in rows.values()]),
-        (
-            "the busier side alone",
-            "#cbd5e1",
-            [row["step_s"] * max(row["rollout"], row["train"]) for row in rows.values()],
-        ),
-    ]
-    for i, (label, colour, heights) in enumerate(bars):
-        places = [x + 0.27 * (i - 1) for x in range(len(rows))]
-        axes.bar(places, heights, 0.25, label=label, color=colour)
-    axes.set_xticks(range(len(rows)), list(rows), rotation=15, ha="right")
-    axes.set_ylabel("seconds a step")
-    axes.legend(frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from psrl.rollout.group_filters import MissingMetricError
 from psrl.rollout.group_work import GroupWork
 from psrl.rollout.sample_ends import CONSUMED, FAILED, FILTERED, REDUNDANT, RETURNED, group_ends
 from psrl.rollout.scoring import RewardTypeError, ScoreResult
-from psrl.tasks.synthetic_lengths import response_budget
 from psrl.tasks.prepared import PreparedReader
+from psrl.tasks.synthetic_lengths import response_budget
 
 log = logging.getLogger("psrl.agent_loop")
 
