@@ -10,6 +10,7 @@ import pytest
 from coordinator_run import Run, assigned, of
 from omegaconf import OmegaConf
 
+from psrl.colocate.choices import publishes_from_host, vllm_options
 from psrl.colocate.gpu_lock import GpuLock, TurnError
 from psrl.colocate.turn import InstanceTurn, TrainerTurn
 from psrl.config.checks import check
@@ -245,3 +246,13 @@ def test_the_saver_needs_a_gpu_and_its_package() -> None:
         refuse_without_saver(config, has_gpu=True, installed=False)
     refuse_without_saver(config, has_gpu=True, installed=True)
     refuse_without_saver(composed(*ONE_EACH), has_gpu=False, installed=False)
+
+
+def test_what_engine_and_channel_hear_of_it() -> None:
+    assert (vllm_options(composed()), publishes_from_host(composed())) == ({}, False)
+    plain = composed(*ONE_EACH)
+    assert vllm_options(plain) == {"enable_sleep_mode": True, "enforce_eager": True} and publishes_from_host(plain)
+    everything = composed(
+        *ONE_EACH, "psrl.tms.range=all", "psrl.tms.enable_nixl=True", "psrl.tms.enable_cuda_graph=True"
+    )
+    assert vllm_options(everything) == {"enable_sleep_mode": True} and not publishes_from_host(everything)
