@@ -107,8 +107,8 @@ class Upkeep(Membership):
 
     @property
     def _can_be_pulled(self) -> bool:
-        """What the ledger knows as published can be fetched from the trainer that is here now, and somebody is awake to."""
-        return self.pullable_version >= self.staleness.version and self.rollouts_turn
+        """What the ledger knows as published can be fetched from the trainer that is here now."""
+        return self.pullable_version >= self.staleness.version
 
     def _sync(self, now_s: float, whole: bool) -> None:
         """Tell instances to pull."""
