@@ -10,9 +10,11 @@ import sys
 import pytest
 import torch
 from fsdp2_ranks import log_probs_by_row, make_actor, make_model, settings, train_step
+from runs import ONE_INSTANCE, Run
 
 from psrl.colocate.gpu_lock import TurnError
 from psrl.colocate.memory import HostCopies, Memory, SaverRegion, free_bytes, wait_for_memory
+from psrl.telemetry.metrics import read_metrics
 from psrl.trainer.backends.make import make_backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -79,6 +81,31 @@ def test_a_trainer_goes_on_after_its_pause(kind, actor):
 def test_what_cannot_fit_is_told_with_the_numbers():
     with pytest.raises(TurnError, match=r"are needed for this turn but .* GiB of the GPU are free"):
         wait_for_memory(10**15, limit_s=0.2)
+
+
+@pytest.mark.parametrize("chosen", ["null", pytest.param("train", marks=SAVER)])
+def test_a_run_in_turns_learns_what_it_learns_without_and_releases_memory(chosen, tmp_path):
+    """The trainer on the GPU, the embedded engine on the CPU: the same turns as with an engine that needs the GPU."""
+    common = {
+        **ONE_INSTANCE,
+        "trainer.device": "cuda",
+        "psrl.staleness": 0,
+        "train_actor_rollout_ref.actor.use_torch_compile": "False",
+        "model.tiny.warm_start_steps": 0,
+        "trainer.total_training_steps": 4,
+    }
+    plain, turns = (Run(tmp_path / name, common) for name in ("plain", "turns"))
+    turns.overrides |= {"psrl.colocate": True, "psrl.tms.range": chosen}
+    try:
+        for run in (plain, turns):
+            assert run.launch() == 0, run.story()
+        losses = [[row["actor/pg_loss"] for row in read_metrics(run.dir.metrics)] for run in (plain, turns)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3, abs=1e-5)
+        assert turns.log("trainer-0").count("GiB of GPU memory are released") == 4
+        turns.audit()
+    finally:
+        plain.close()
+        turns.close()
 
 
 READER = """
