@@ -5,11 +5,12 @@ Buffers that other processes read (published weights) are not part of it: they s
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -91,10 +92,7 @@ class SaverRegion:
     TAG = "psrl"
 
     def __init__(self) -> None:
-        from torch_memory_saver import torch_memory_saver
-
-        torch_memory_saver.hook_mode = "torch"  # no preloaded library; only regions are touched
-        self._saver = torch_memory_saver
+        self._saver = _torch_memory_saver()
         self._released = 0
 
     def region(self) -> AbstractContextManager[None]:
@@ -111,6 +109,14 @@ class SaverRegion:
     def resume(self) -> None:
         wait_for_memory(self._released)
         self._saver.resume(self.TAG)
+
+
+@functools.cache
+def _torch_memory_saver() -> Any:
+    from torch_memory_saver import torch_memory_saver
+
+    torch_memory_saver.hook_mode = "torch"  # no preloaded library; only regions are touched. It can be set once
+    return torch_memory_saver
 
 
 def trainer_memory(
