@@ -1,7 +1,8 @@
 """What asynchrony buys on GPUs: one long-tailed workload, trainers on half of the GPUs and vLLM instances on the other half, in one
 setting after the other.
 
-    python benchmarks/gpu_headline.py [--gpus 2] [--size 1.7b] [--steps 12] [--out runs/headline] [--minutes 9]
+    python benchmarks/gpu_headline.py [--gpus 2] [--size 1.7b] [--steps 12] [--out runs/headline] [--minutes 9] [--at-once 4]
+    python benchmarks/gpu_headline.py --size 0.6b --groups 16 --mean 256 --cap 2048 --steps 9     # a short one
     python benchmarks/gpu_headline.py --device cpu --model tiny [--steps 20]        # a check of this script
 
 A Qwen3-shaped model with random weights; every response ends at a length drawn for its sample (lognormal, --mean, cut at --cap), so
@@ -10,7 +11,8 @@ ceiling is the step that no schedule beats; "predicted" is the simulator's, cali
 weight pull moves a second, beside a plain copy of as many bytes between the same two devices.
 
 A setting that --out holds already is not run again, and none begins that would not end within --minutes: call it again for the
-rest. Compile caches of trainer and engine stay on the node, so the first run starts slowest.
+rest. With --at-once several settings run side by side, each on --gpus of its own. Compile caches of trainer and engine stay on
+the node, so the first run starts slowest.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="settings by name")
     parser.add_argument("--out", type=Path, default=Path("runs/headline"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="settings that run at the same time, each on --gpus of the machine's"
+    )
     parser.add_argument("--extra", nargs="*", default=[], help="more KEY=VALUE for every run")
     args = parser.parse_args()
     for name, value in DEFAULTS[args.device].items():
@@ -88,7 +94,7 @@ def main() -> int:
     common = [*workload(args), *args.extra]
     remember(args.out / "workload.json", common)
     chosen = {name: own for name, own in settings(args.groups).items() if not args.only or name in args.only}
-    run_all(args.out, common, chosen, time.monotonic() + 60 * args.minutes)
+    run_all(args, common, {name: own for name, own in chosen.items() if not completed(place(args.out, name))})
     rows = {name: measure(path, args.gpus) for name in chosen if completed(path := place(args.out, name))}
     predict(rows, chosen, common, args.out, args.steps)
     copy_gb_s = plain_copy(args.device, max(int(row["nbytes"]) for row in rows.values()))
@@ -105,20 +111,31 @@ def main() -> int:
     return 0
 
 
-def run_all(out: Path, common: Sequence[str], chosen: Mapping[str, list[str]], end_s: float) -> None:
-    """Every setting that `out` does not hold yet, as long as one as long as the longest so far would end by `end_s`."""
-    longest_s = 0.0
-    for name, own in chosen.items():
-        if completed(place(out, name)):
-            continue
+def run_all(args: argparse.Namespace, common: Sequence[str], chosen: Mapping[str, list[str]]) -> None:
+    """`--at-once` of them at a time, as long as one that takes no longer than the longest so far would end in time."""
+    end_s, took_s = time.monotonic() + 60 * args.minutes, [0.0]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(args.gpus * args.at_once)))
+    names = visible.split(",")
+    free = [",".join(names[i : i + args.gpus]) for i in range(0, args.gpus * args.at_once, args.gpus)]
+
+    def run(name: str) -> None:
         begun_s = time.monotonic()
-        if begun_s + longest_s > end_s:
-            print(f"no time is left for {name!r} and what follows: call again", flush=True)
+        if begun_s + max(took_s) > end_s:
+            print(f"no time is left for {name!r}: call again", flush=True)
             return
-        launch(place(out, name), [*common, *own])
-        took_s = time.monotonic() - begun_s
-        longest_s = max(longest_s, took_s)
-        print(f"{name}: {took_s:.0f} s with its start", flush=True)
+        gpus = free.pop()
+        launch(
+            place(args.out, name),
+            [*common, *chosen[name]],
+            {"CUDA_VISIBLE_DEVICES": gpus} if args.device == "cuda" else {},
+        )
+        free.append(gpus)
+        took_s.append(time.monotonic() - begun_s)
+        print(f"{name}: {took_s[-1]:.0f} s with its start", flush=True)
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        for done in [pool.submit(run, name) for name in chosen]:
+            done.result()
 
 
 def place(out: Path, name: str) -> Path:
@@ -201,13 +218,13 @@ def random_model(size: str, context: int, directory: Path, device: str) -> None:
     incoming.rename(directory)
 
 
-def launch(run_dir: Path, overrides: Sequence[str]) -> None:
+def launch(run_dir: Path, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
     """One run; its output goes beside it, and is shown if it fails."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_name(f"{run_dir.name}.log")
     with log.open("wb") as out:
         command = [sys.executable, "-m", "psrl.launch", f"run_dir={run_dir}", *overrides]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT)
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})})
     if done.returncode:
         tails = [
             f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
