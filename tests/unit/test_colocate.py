@@ -17,7 +17,10 @@ from psrl.config.checks import check
 from psrl.config.colocate_checks import refuse_without_saver
 from psrl.config.compose import compose_config
 from psrl.config.errors import ConfigError
+from psrl.config.schema import DeploymentConfig
 from psrl.protocol import control as c
+from psrl.slurm.plan import plan_job
+from psrl.slurm.settings import SlurmConf
 
 pytestmark = pytest.mark.unit
 
@@ -256,3 +259,18 @@ def test_what_engine_and_channel_hear_of_it() -> None:
         *ONE_EACH, "psrl.tms.range=all", "psrl.tms.enable_nixl=True", "psrl.tms.enable_cuda_graph=True"
     )
     assert vllm_options(everything) == {"enable_sleep_mode": True} and not publishes_from_host(everything)
+
+
+def test_on_slurm_both_sides_share_one_node() -> None:
+    deployment = DeploymentConfig(n_rollout_instances=2, train_ngpus_per_node=2)
+
+    def gpus(job: str, colocate: bool) -> list[int | None]:
+        conf = SlurmConf(job=job, gpus_per_node=None)
+        planned = plan_job(
+            deployment, conf, number=0, run_dir=Path("/r"), python="python", cluster=None, colocate=colocate
+        )
+        return [component.gpus_per_node for component in planned.components]
+
+    assert (gpus("single_node", False), gpus("single_node", True)) == ([4], [2])
+    with pytest.raises(ConfigError, match=r"job=het puts trainer and rollout on different nodes"):
+        gpus("het", True)
