@@ -113,6 +113,8 @@ MAY_CHANGE = (
     "trainer.project_name",
     "trainer.experiment_name",
     "psrl.deployment.",
+    "psrl.colocate",
+    "psrl.tms.",
     "train_actor_rollout_ref.actor.strategy",
     "train_actor_rollout_ref.actor.megatron.",
     "train_actor_rollout_ref.actor.fsdp_config.",
