@@ -53,12 +53,13 @@ RETIRE_GRACE_S = 3.0
 class Instance:
     """The shell around an engine. Tokens of unfinished samples are streamed, so nothing is lost with this process."""
 
-    def __init__(self, role: Role, engine: Engine, turn: InstanceTurn) -> None:
+    def __init__(self, role: Role, engine: Engine, turn: InstanceTurn | None = None) -> None:
+        """`turn`: where the GPU is shared with the trainer; `engine` sleeps then."""
         limits = role.config.psrl.fault_tolerance
         keys = load_keys(role.run_dir)
         self.role = role
         self.engine = engine
-        self.turn = turn
+        self.turn = turn or InstanceTurn(None, limits.turn_timeout_s)
         self.server = Server(
             keys,
             role.address,
