@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +51,8 @@ class KLControl:
     """Coefficient of the KL penalty in the reward; `horizon` None keeps it fixed.
 
     Adaptive (Ziegler et al. 2019, arXiv:1909.08593, section 2.2): after each batch of n samples it is multiplied by
-    1 + clip(kl / target_kl - 1, -0.2, 0.2) n / horizon, so it rises while the policy is further away than `target_kl`.
+    1 + clip(kl / target_kl - 1, -0.2, 0.2) n / horizon, so it rises while the policy is further away than `target_kl`. No batch
+    counts for more than the horizon: a factor of 5 horizons would make the coefficient negative.
     """
 
     coefficient: float
@@ -60,9 +62,10 @@ class KLControl:
     def after(self, kl: float, samples: int) -> KLControl:
         """The controller after a batch whose mean penalty is `kl`.
 
-        `KLControl(coefficient=1.0, target_kl=0.1, horizon=100).after(0.3, 10).coefficient == 1.02`
+        `KLControl(coefficient=1.0, target_kl=0.1, horizon=100).after(0.3, 10).coefficient == 1.02`. A `kl` that is not finite
+        (weights that diverged) says nothing.
         """
-        if self.horizon is None:
+        if self.horizon is None or not math.isfinite(kl):
             return self
         error = min(max(kl / self.target_kl - 1.0, -0.2), 0.2)
-        return replace(self, coefficient=self.coefficient * (1.0 + error * samples / self.horizon))
+        return replace(self, coefficient=self.coefficient * (1.0 + error * min(samples / self.horizon, 1.0)))

@@ -6,11 +6,13 @@ by addition; means and ratios are formed once, at the very end, by the `finalise
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 MetricSums = dict[str, torch.Tensor]
+AllSum = Callable[[Sequence[float]], list[float]]
+"""Each value added over all ranks."""
 
 
 def combine(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

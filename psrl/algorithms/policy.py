@@ -12,7 +12,7 @@ from psrl.algorithms import rollout_correction
 from psrl.algorithms.aggregation import Aggregation
 from psrl.algorithms.kl import kl_estimate
 from psrl.algorithms.metrics import MetricSums
-from psrl.algorithms.policy_losses import POLICY_LOSSES, Clip, PolicyTokens, TokenLosses
+from psrl.algorithms.policy_losses import POLICY_LOSSES, Clip, PolicyTokens, TokenLosses, reinforce
 from psrl.algorithms.rollout_correction import Correction, importance_weights, log_ratios
 from psrl.algorithms.sequences import Sequences
 from psrl.algorithms.tensors import clamped_log_ratio, masked
@@ -70,6 +70,11 @@ class PolicyLoss:
         """Whether `entropy` must be given; see `LossFn`."""
         return self.entropy_coeff != 0.0 or self.report_entropy
 
+    @property
+    def empty(self) -> bool:
+        """Whether no token of the whole optimizer step is trained; see `LossFn`."""
+        return self.aggregation.tokens == 0
+
     def __call__(
         self, log_probs: torch.Tensor, batch: LossInputs, entropy: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, MetricSums]:
@@ -105,13 +110,16 @@ class PolicyLoss:
             mask=mask,
             sequences=batch.sequences,
         )
-        return tokens, POLICY_LOSSES[self.loss_mode](tokens, self.clip)
+        loss = reinforce if self.correction.reinforce else POLICY_LOSSES[self.loss_mode]
+        return tokens, loss(tokens, self.clip)
 
     def _weights(self, log_probs: torch.Tensor, batch: LossInputs) -> torch.Tensor | None:
-        """Those of the buffer's correction stage, else made here."""
+        """Those of the buffer's correction stage, else made here: in bypass mode of the weights now, which the engine's are
+        compared with then, else of those at the buffer's start."""
         if batch.is_weights is not None or not self.correction.weighs:
             return batch.is_weights
-        log_rho = log_ratios(_train(log_probs, batch), batch.rollout_log_probs, batch.loss_mask)
+        train = log_probs.detach() if self.correction.bypass_mode else _train(log_probs, batch)
+        log_rho = log_ratios(train, batch.rollout_log_probs, batch.loss_mask)
         return importance_weights(log_rho, batch.loss_mask, batch.sequences, self.correction)
 
     def _kl_to_reference(self, log_probs: torch.Tensor, batch: LossInputs, mask: torch.Tensor) -> torch.Tensor:

@@ -12,32 +12,25 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """`rewards` float64 [samples], 0 where not valid; `valid` bool [samples].
-
-    `invalid_rewards` counts the rewards that were missing or not finite. `dropped`: too few valid rewards, so no sample of
-    the group may be trained (`valid` is all False then). `baseline`: reward of the greedy sample, if there is one.
-    """
+    """`rewards` float64 [samples], 0 where not valid; `valid` bool [samples]. `baseline`: reward of the greedy sample, if there is
+    one."""
 
     rewards: np.ndarray
     valid: np.ndarray
-    invalid_rewards: int
-    dropped: bool
     baseline: float | None = None
 
 
 def group_rewards(rewards: Sequence[float | None], least_valid: int) -> GroupRewards:
-    """None, NaN and infinite rewards are masked and counted, never read as 0; a group with fewer than `least_valid`
-    others is dropped. `group_rewards([1, 0, None], 2).valid` is [True, True, False].
+    """None, NaN and infinite rewards are not valid, never read as 0; in a group with fewer than `least_valid` others no sample is.
+    `group_rewards([1, 0, None], 2).valid` is [True, True, False].
 
     Raises TypeError for a reward that is not a number, such as the string "1".
     """
     values = np.array([_as_float(reward, position) for position, reward in enumerate(rewards)], dtype=np.float64)
     valid = np.isfinite(values)
-    invalid = int(values.size - valid.sum())
-    dropped = values.size - invalid < least_valid
-    if dropped:
+    if valid.sum() < least_valid:
         valid = np.zeros_like(valid)
-    return GroupRewards(np.where(valid, values, 0.0), valid, invalid, dropped)
+    return GroupRewards(np.where(valid, values, 0.0), valid)
 
 
 def _as_float(reward: float | None, position: int) -> float:

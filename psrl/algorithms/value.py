@@ -42,6 +42,11 @@ class ValueLoss:
     clip: float | None = None
     """None: (v - R)^2 / 2."""
 
+    @property
+    def empty(self) -> bool:
+        """Whether no token of the whole optimizer step is trained; see `LossFn`."""
+        return self.tokens == 0
+
     def __call__(self, values: torch.Tensor, batch: ValueInputs) -> tuple[torch.Tensor, MetricSums]:
         if batch.values is None or batch.returns is None:
             raise ValueError("the critic learns from values and returns, which must be in every micro-batch")

@@ -43,7 +43,8 @@ class ActorConfig:
     use_dynamic_bsz: bool = False
     """True: micro-batches by ppo_max_token_len_per_gpu even where ppo_micro_batch_size_per_gpu is set."""
     ppo_max_token_len_per_gpu: int = 16384
-    """Token budget of a micro-batch: rows x longest row, padding included."""
+    """Token budget of a micro-batch on each GPU: rows x longest row, padding included, of which each rank has an equal part
+    where ranks share rows (ulysses_sequence_parallel_size)."""
     use_shared_prompt: bool = True
     """Compute the prompt once for several responses of a group where the model allows it and it saves work."""
     ppo_epochs: int = 1
@@ -82,12 +83,16 @@ class ActorConfig:
     use_torch_compile: bool | None = None
     """Compile the decoder layers (fsdp2) and the log-probs: faster, after a minute at the start. null: on a GPU only."""
     ulysses_sequence_parallel_size: int = 1
-    """fsdp2: trainer ranks that share each row, for long sequences; divides the trainer ranks and the attention heads. The
-    token budget of a micro-batch counts whole rows."""
+    """fsdp2: trainer ranks that share each row, for long sequences; divides the trainer ranks and the attention heads."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+def ranks_of_a_row(actor: ActorConfig) -> int:
+    """Trainer ranks that hold a part of each row each (Ulysses or context parallelism)."""
+    return actor.ulysses_sequence_parallel_size * actor.megatron.context_parallel_size
 
 
 @dataclass

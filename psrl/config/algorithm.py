@@ -31,6 +31,9 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = False
     """True: the engine's log-probs are the old log-probs of the PPO ratio, which then corrects by itself; False: those of the
     training weights (decoupled)."""
+    loss_type: str = "ppo_clip"
+    """The loss of bypass mode: ppo_clip: the ratio to the engine's policy in actor.policy_loss.loss_mode, which corrects by itself |
+    reinforce: -advantage x log-prob without any clip, weighted by rollout_is."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ class KLControlConfig:
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """grpo: relative to the group | rloo: leave-one-out baseline | remax: a greedy sample as baseline |
-    reinforce_plus_plus: normalised over the buffer | gae: with a critic (`critic.*`; fsdp2 only)."""
+    reinforce_plus_plus: normalised over the buffer | gae: with a critic (`critic.*`)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages by the group's standard deviation; False: Dr. GRPO."""
     gamma: float = 1.0

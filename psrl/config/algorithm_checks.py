@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
     f"{CORRECTION}.preset": (None, *PRESETS),
     f"{CORRECTION}.rollout_is": (None, "token", "sequence"),
+    f"{CORRECTION}.loss_type": ("ppo_clip", "reinforce"),
     f"{ACTOR}.policy_loss.loss_mode": ("vanilla", "gspo", "cispo"),
     f"{ACTOR}.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     f"{ACTOR}.kl_loss_type": KL_TYPES,
@@ -92,6 +93,22 @@ def _check_correction(config: Config, correction: ParsedCorrection) -> None:
             f"{CORRECTION}.rollout_is_batch_normalize=True but {CORRECTION}.rollout_is=null has no weights to normalise: set rollout_is "
             "to token or sequence."
         )
+    if correction.loss_type == "reinforce":
+        _check_reinforce(config)
+
+
+def _check_reinforce(config: Config) -> None:
+    if not config.algorithm.rollout_correction.bypass_mode:
+        raise ConfigError(
+            f"{CORRECTION}.loss_type=reinforce is a loss of bypass mode but {CORRECTION}.bypass_mode=False: set it to True, or "
+            "use loss_type=ppo_clip."
+        )
+    loss_mode = config.train_actor_rollout_ref.actor.policy_loss.loss_mode
+    if loss_mode != "vanilla":
+        raise ConfigError(
+            f"{ACTOR}.policy_loss.loss_mode={loss_mode} has no meaning with {CORRECTION}.loss_type=reinforce: leave it at vanilla, or "
+            "use loss_type=ppo_clip."
+        )
 
 
 def _check_losses(config: Config) -> None:
@@ -128,10 +145,22 @@ def _correction_warnings(config: Config, correction: ParsedCorrection) -> list[s
             f"psrl.staleness={config.psrl.staleness} without any correction: the data comes from older policies; "
             f"consider {CORRECTION}.rollout_is=token with psrl.log_prob.enable_rollout_engine_log_prob=True."
         )
-    if correction.bypass_mode and correction.level is not None:
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.level is not None:
         warnings.append(
             f"{CORRECTION}.rollout_is={correction.level} weighs nothing with {CORRECTION}.bypass_mode=True: the ratio of the loss corrects "
             "already."
+        )
+    rollout = config.gen_actor_rollout_ref.rollout
+    for name, value, cut in (("top_p", rollout.top_p, rollout.top_p < 1), ("top_k", rollout.top_k, rollout.top_k > 0)):
+        if cut and correction.active:
+            warnings.append(
+                f"gen_actor_rollout_ref.rollout.{name}={value} samples from a part of the distribution, which the policy that trains "
+                f"knows nothing of: the ratios of {CORRECTION} are biased; use top_p=1 and top_k=-1."
+            )
+    if correction.loss_type == "reinforce" and correction.level is None:
+        warnings.append(
+            f"{CORRECTION}.loss_type=reinforce with {CORRECTION}.rollout_is=null weighs nothing: data of older policies counts like "
+            "new; consider rollout_is=token."
         )
     return warnings
 

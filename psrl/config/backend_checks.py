@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
+from psrl.config.actor import ranks_of_a_row
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 
 ACTOR = "train_actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
-ONLY_ONE = ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-"""Kinds of model parallelism that a user of verl may name and that this version lacks."""
+SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Sizes whose product is the number of ranks that work on the same samples."""
 
 MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
 """model_type of the families that the megatron backend maps."""
@@ -28,10 +31,28 @@ def has_megatron() -> bool:
 
 def check_backend(config: Config, *, megatron_installed: bool) -> None:
     """Refuse what the chosen backend cannot do (ConfigError, one sentence)."""
+    _check_token_budget(config)
     if config.train_actor_rollout_ref.actor.strategy == "megatron":
         _check_megatron(config, megatron_installed)
     else:
         _check_fsdp(config)
+
+
+def _check_token_budget(config: Config) -> None:
+    actor, data = config.train_actor_rollout_ref.actor, config.data
+    if actor.ppo_micro_batch_size_per_gpu is not None and not actor.use_dynamic_bsz:
+        return  # micro-batches count samples
+    context = config.gen_actor_rollout_ref.rollout.max_model_len
+    longest = min(data.max_prompt_length + data.max_response_length, context or sys.maxsize)
+    ranks = ranks_of_a_row(actor)
+    least = -(-longest // ranks)
+    if actor.ppo_max_token_len_per_gpu < least:
+        shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+        raise ConfigError(
+            f"{ACTOR}.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} does not hold the longest sample (data.max_prompt_length="
+            f"{data.max_prompt_length} + data.max_response_length={data.max_response_length}{shared}): raise it to at least {least}, "
+            "or lower those."
+        )
 
 
 def _check_megatron(config: Config, installed: bool) -> None:
@@ -41,18 +62,18 @@ def _check_megatron(config: Config, installed: bool) -> None:
             f"or {ACTOR}.strategy=fsdp2."
         )
     settings = config.train_actor_rollout_ref.actor.megatron
-    for name in ONLY_ONE:
-        if getattr(settings, name) > 1:
-            raise ConfigError(
-                f"{MEGATRON}.{name}={getattr(settings, name)} is not in this version of psrl: use 1, and "
-                f"{MEGATRON}.tensor_model_parallel_size for models that do not fit one rank."
-            )
-    _refuse_fsdp_keys(config)
-    size, ranks = settings.tensor_model_parallel_size, trainer_ranks(config)
-    if ranks % size:
+    if settings.expert_model_parallel_size > 1:
         raise ConfigError(
-            f"{MEGATRON}.tensor_model_parallel_size={size} does not divide the {ranks} trainer ranks "
-            "(psrl.deployment.train_nnodes x train_ngpus_per_node): choose a divisor."
+            f"{MEGATRON}.expert_model_parallel_size={settings.expert_model_parallel_size} is not in this version of psrl, which trains "
+            f"dense models: use 1, and {MEGATRON}.{SHARING[0]} or {SHARING[1]} for models that do not fit one rank."
+        )
+    _refuse_fsdp_keys(config)
+    ranks, given = trainer_ranks(config), {name: getattr(settings, name) for name in SHARING}
+    if ranks % prod(given.values()):
+        named = " x ".join(f"{name}={size}" for name, size in given.items() if size > 1)
+        raise ConfigError(
+            f"{MEGATRON}.{named} does not divide the {ranks} trainer ranks (psrl.deployment.train_nnodes x train_ngpus_per_node): "
+            "choose a divisor."
         )
 
 
@@ -74,12 +95,11 @@ def _refuse_fsdp_keys(config: Config) -> None:
 
 def _check_fsdp(config: Config) -> None:
     actor, ranks = config.train_actor_rollout_ref.actor, trainer_ranks(config)
-    size = actor.megatron.tensor_model_parallel_size
-    if size > 1:
-        raise ConfigError(
-            f"{MEGATRON}.tensor_model_parallel_size={size} has no meaning with {ACTOR}.strategy=fsdp2: "
-            f"set {ACTOR}.strategy=megatron, or leave it at 1."
-        )
+    for name in (*SHARING, "expert_model_parallel_size"):
+        if (size := getattr(actor.megatron, name)) > 1:
+            raise ConfigError(
+                f"{MEGATRON}.{name}={size} has no meaning with {ACTOR}.strategy=fsdp2: set {ACTOR}.strategy=megatron, or leave it at 1."
+            )
     sharing, shards = actor.ulysses_sequence_parallel_size, actor.fsdp_config.fsdp_size
     if ranks % sharing:
         raise ConfigError(
@@ -103,7 +123,18 @@ def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
                 f"{ACTOR}.strategy=megatron trains {', '.join(MEGATRON_MODELS)}, not {model.get('model_type')}: "
                 f"use {ACTOR}.strategy=fsdp2."
             )
+        layers, stages = model.get("num_hidden_layers"), actor.megatron.pipeline_model_parallel_size
+        if layers is not None and stages > layers:
+            raise ConfigError(
+                f"{MEGATRON}.{SHARING[1]}={stages} is more than the model's {layers} layers: use fewer stages."
+            )
         key, size = f"{MEGATRON}.tensor_model_parallel_size", actor.megatron.tensor_model_parallel_size
+        context = actor.megatron.context_parallel_size
+        if heads % (size * context) and heads % size == 0:
+            raise ConfigError(
+                f"{MEGATRON}.context_parallel_size={context} does not divide the {heads // size} attention heads of each tensor-parallel "
+                "rank: choose a divisor."
+            )
         divided = {
             "attention heads": heads,
             "key-value heads": model.get("num_key_value_heads", heads),
@@ -116,6 +147,14 @@ def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
     for what, number in divided.items():
         if number % size:
             raise ConfigError(f"{key}={size} does not divide the model's {what} ({number}): choose a divisor.")
+
+
+def sharing_ranks(config: Config) -> int:
+    """Trainer ranks that work on the same samples."""
+    actor = config.train_actor_rollout_ref.actor
+    if actor.strategy == "megatron":
+        return prod(getattr(actor.megatron, name) for name in SHARING)
+    return actor.ulysses_sequence_parallel_size
 
 
 def trainer_ranks(config: Config) -> int:

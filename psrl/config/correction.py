@@ -43,6 +43,7 @@ class ParsedCorrection:
     batch_normalize: bool
     rules: tuple[ParsedRule, ...]
     bypass_mode: bool
+    loss_type: str = "ppo_clip"
 
     @property
     def active(self) -> bool:
@@ -65,6 +66,7 @@ def parse_correction(config: RolloutCorrectionConfig) -> ParsedCorrection:
         config.rollout_is_batch_normalize,
         rules,
         config.bypass_mode,
+        config.loss_type,
     )
 
 

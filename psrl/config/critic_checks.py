@@ -40,10 +40,11 @@ def check_critic(config: Config) -> None:
                 "or use algorithm.adv_estimator=gae."
             )
         return
-    if config.train_actor_rollout_ref.actor.strategy == "megatron":
+    stages = config.train_actor_rollout_ref.actor.megatron.pipeline_model_parallel_size
+    if stages > 1:
         raise ConfigError(
-            "algorithm.adv_estimator=gae needs a critic, which train_actor_rollout_ref.actor.strategy=megatron does not have in this version "
-            "of psrl: use strategy=fsdp2, or another estimator."
+            "algorithm.adv_estimator=gae has a critic on FSDP2, which cannot go by train_actor_rollout_ref.actor.megatron."
+            f"pipeline_model_parallel_size={stages}: use 1 (tensor and context parallelism may be more), or another estimator."
         )
     if steps is not None and warmup >= steps:
         raise ConfigError(

@@ -10,8 +10,11 @@ class MegatronConfig:
     tensor_model_parallel_size: int = 1
     """Trainer ranks that share each layer's matrices; divides the trainer ranks, the attention heads and the key-value heads."""
     pipeline_model_parallel_size: int = 1
-    """Stages that the layers are dealt to; only 1 in this version."""
+    """Stages that the layers are dealt to, as evenly as they divide; micro-batches go through them one behind the other, so a step
+    wants several times as many micro-batches as stages."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence; only 1 in this version (fsdp2 has ulysses_sequence_parallel_size)."""
+    """Trainer ranks that share each row, for long sequences (Ulysses); divides the attention heads of a tensor-parallel rank."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a mixture-of-experts model; only 1 in this version, which trains dense models."""
+    use_distributed_optimizer: bool = True
+    """Each of the ranks that hold the same parameters keeps the optimizer's state of some of them only (ZeRO stage 1)."""

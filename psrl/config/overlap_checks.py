@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from psrl.config.backend_checks import sharing_ranks, trainer_ranks
 from psrl.config.errors import ConfigError
 from psrl.config.redundancy import redundant_sizes
 
@@ -43,11 +44,7 @@ def chunk_size(granularity: str, multiplier: int, *, micro_batch: int, mini_batc
 
 def data_parallel_size(config: Config) -> int:
     """Groups of trainer ranks that train on different samples."""
-    ranks = config.psrl.deployment.train_nnodes * config.psrl.deployment.train_ngpus_per_node
-    actor = config.train_actor_rollout_ref.actor
-    megatron = actor.strategy == "megatron"
-    sharing = actor.megatron.tensor_model_parallel_size if megatron else actor.ulysses_sequence_parallel_size
-    return max(1, ranks // sharing)
+    return max(1, trainer_ranks(config) // sharing_ranks(config))
 
 
 def effective_chunk(config: Config) -> ChunkSize:

@@ -13,6 +13,8 @@ from psrl.telemetry.timeline_read import natural
 PLACES = ("run_dir", "hydra.")
 """Overrides that say where a member lives, not what it does."""
 
+MAX_NAMED = 4
+"""Settings of a member that stand beside its name."""
 VAGUE = ("enable", "method", "name", "path", "threshold")
 """Last parts of keys that say nothing without the part before."""
 
@@ -98,7 +100,10 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
 
 
 def settings_text(settings: Mapping[str, str]) -> str:
-    """`settings_text({"psrl.staleness": "1", "optim.lr": ""}) == "staleness=1 lr=default"`"""
+    """`settings_text({"psrl.staleness": "1", "optim.lr": ""}) == "staleness=1 lr=default"`; nothing where that would be more than
+    a sentence has room for: the member's name must do."""
+    if len(settings) > MAX_NAMED:
+        return ""
     short = short_keys(list(settings))
     return " ".join(f"{short[key]}={value or 'default'}" for key, value in settings.items())
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from psrl.algorithms.advantages import SampleRewards
 from psrl.algorithms.rewards import GroupRewards
+from psrl.config.actor import ranks_of_a_row
 from psrl.config.algorithm_checks import least_valid_samples
 from psrl.config.schema import Config
 from psrl.protocol.control import TakenGroup
@@ -44,10 +45,12 @@ class ArrivingBatch:
     """Their rewards."""
     num_micro_batches: int = 0
     _plan: StepPlan = field(init=False)
-    _index: SampleIndex = field(default_factory=lambda: SampleIndex([], []))
+    _index: SampleIndex = field(init=False)
+    """Grows with the plan, whose groups it has."""
 
     def __post_init__(self) -> None:
         self._plan = StepPlan(plan_settings(self.actor, self.config))
+        self._index = SampleIndex(group=self._plan.group_of, sample=[])
 
     def add(self, part: Part) -> list[MiniBatch]:
         """What `part` makes ready, in the order in which it is trained."""
@@ -55,7 +58,6 @@ class ArrivingBatch:
         tokens = [group.ref.tokens for group in part.groups]
         prompts = [group.ref.prompt_tokens for group in part.groups]
         minis = self._plan.extend(tokens, prompts, part.samples, part.last)
-        self._index.group[:] = self._plan.group_of
         self._index.sample.extend(sample for sizes in tokens for sample in range(len(sizes)))
         least, shape = self._plan.settings.least_valid, reward_shape(self.config)
         ready = []
@@ -90,5 +92,6 @@ def plan_settings(actor: TrainBackend, config: Config) -> PlanSettings:
         micro_samples=None if settings.use_dynamic_bsz else settings.ppo_micro_batch_size_per_gpu,
         num_ranks=actor.dp_size,
         max_tokens=settings.ppo_max_token_len_per_gpu,
+        row_ranks=ranks_of_a_row(settings),
         hidden_size=actor.hidden_size if settings.use_shared_prompt and actor.can_share_prompts else None,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,8 @@ from psrl.algorithms.sequences import Sequences
 from psrl.protocol.samples import Group, Sample
 from psrl.trainer.backends.base import MicroBatch, SharedLayout
 from psrl.trainer.rows import Row
+
+log = logging.getLogger("psrl.trainer")
 
 DUMMY_LENGTH = 2
 """Columns of a dummy micro-batch: the shortest row that has a token to predict."""
@@ -51,7 +55,9 @@ def rewards_of(
     result = group_rewards(given, least_valid)
     added = np.array([shape(len(s.response_ids) // 4) if shape else 0.0 for s in group.samples], dtype=np.float64)
     greedy = [
-        s.reward + more for s, more in zip(group.samples, added, strict=True) if s.greedy and s.reward is not None
+        s.reward + more
+        for s, more in zip(group.samples, added, strict=True)
+        if s.greedy and s.reward is not None and math.isfinite(s.reward)
     ]
     return dataclasses.replace(
         result, rewards=np.where(result.valid, result.rewards + added, 0.0), baseline=greedy[0] if greedy else None
@@ -85,8 +91,9 @@ def build_micro_batches(
     """One rank's micro-batches, advantages still 0. `groups` and `rewards` are by position in the batch and hold
     `groups_needed`; a sample that is not valid is not trained.
 
-    Rows are right-padded with token 0. Raises ValueError, naming the group and sample, when a sample's arrays differ in
-    length or a trainable token has a log-prob that is not finite.
+    Rows are right-padded with token 0. A token whose engine calls it impossible (log-prob -inf, as of a distribution that was cut
+    to the likeliest tokens) is not trained, with a warning. Raises ValueError, naming the group and sample, when a sample's
+    arrays differ in length or a trainable token has another log-prob that is not finite.
     """
     count = len(index.group)
     return [_build(batch, index, groups, rewards, device) if batch else _dummy(count, device) for batch in rank_rows]
@@ -175,16 +182,11 @@ class _Row:
         inside = np.arange(total) - starts
         predictors = np.concatenate([np.arange(p) - 1, np.where(inside == 0, p - 1, p + np.arange(total) - 1)])
         mask = np.frombuffer(b"".join(_mask_bytes(s) for s in samples), dtype=np.uint8) != 0
-        mask = mask & np.repeat(valid[numbers], sizes)
+        log_probs = np.frombuffer(b"".join(s.logprobs for s in samples), dtype="<f4")
+        mask = _possible(mask & np.repeat(valid[numbers], sizes), log_probs, np.repeat(numbers, sizes), group)
         loss_mask = np.concatenate([np.zeros(p, np.bool_), mask])
         if p == 0:
             loss_mask[: min(1, total)] = False  # nothing predicts the first token of a row
-        log_probs = np.frombuffer(b"".join(s.logprobs for s in samples), dtype="<f4")
-        if not np.isfinite(log_probs[mask]).all():
-            bad = numbers[int(np.repeat(np.arange(len(sizes)), sizes)[mask & ~np.isfinite(log_probs)][0])]
-            raise ValueError(
-                f"sample {bad} of group {group.group} has a log-prob that is not finite: its engine is at fault"
-            )
         zeros = np.zeros(p, np.float32)
         return cls(
             row=row,
@@ -196,6 +198,24 @@ class _Row:
             log_probs=np.concatenate([zeros, np.where(mask, log_probs, 0.0)]),
             sequences=np.concatenate([np.full(p, -1), np.repeat(np.array(row.samples), sizes)]),
         )
+
+
+def _possible(mask: np.ndarray, log_probs: np.ndarray, sample: np.ndarray, group: Group) -> np.ndarray:
+    """`mask` without tokens whose log-prob is -inf; `sample` is each token's position in its group."""
+    odd = mask & ~np.isfinite(log_probs)
+    if not odd.any():
+        return mask
+    broken = sample[odd & ~np.isneginf(log_probs)]
+    if len(broken):
+        raise ValueError(
+            f"sample {broken[0]} of group {group.group} has a log-prob that is not finite: its engine is at fault"
+        )
+    for position, count in zip(*np.unique(sample[odd], return_counts=True), strict=True):
+        log.warning(
+            "sample %d of group %d: its engine calls %d of its tokens impossible (log-prob -inf): they are not trained",
+            *(position, group.group, count),
+        )
+    return mask & ~odd
 
 
 def _response_length(group: Group, position: int) -> int:

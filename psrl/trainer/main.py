@@ -288,7 +288,7 @@ class Trainer:
             self.metrics.close()
 
 
-def make_reference(config: Config, path: Path, device: torch.device) -> BackendCore:
+def make_reference(config: Config, path: Path, device: torch.device | str = "cpu") -> BackendCore:
     """The initial weights, frozen: a resumed run starts from a checkpoint, its reference does not."""
     return make_backend(
         load_causal_lm(path, config.model.dtype),
@@ -299,7 +299,7 @@ def make_reference(config: Config, path: Path, device: torch.device) -> BackendC
     )
 
 
-def make_critic(config: Config, path: Path, device: torch.device) -> FSDP2Critic:
+def make_critic(config: Config, path: Path, device: torch.device | str = "cpu") -> FSDP2Critic:
     """The value model before it has learned anything, from the initial weights of the policy."""
     buffers, minis = config.trainer.total_training_steps, mini_batches_of(config)
     return FSDP2Critic(

@@ -29,6 +29,7 @@ def correction_of(config: Config) -> Correction:
         batch_normalize=parsed.batch_normalize,
         rules=tuple(Rule(rule.name, rule.low, rule.high) for rule in parsed.rules),
         bypass_mode=parsed.bypass_mode,
+        reinforce=parsed.loss_type == "reinforce",
     )
 
 

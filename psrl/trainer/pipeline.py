@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from psrl.algorithms import value
@@ -35,6 +35,13 @@ class Pipeline:
     critic: ValueBackend | None = None
     only_critic: bool = False
     _penalties: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.critic is not None and _share(self.critic) != _share(self.actor):
+            raise ValueError(
+                f"policy and critic must work on the same samples: this rank has share (number, of how many) {_share(self.actor)} of the "
+                f"policy's and {_share(self.critic)} of the critic's"
+            )
 
     @property
     def epochs(self) -> int:
@@ -86,7 +93,8 @@ class Pipeline:
     def step_accumulated(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         """The optimizer step of a mini-batch whose micro-batches, all of `step`, went through `accumulate`."""
         whole, undivided = policy_loss(self.actor, self.config, step), undivided_loss(self.config)
-        return self.actor.apply_gradients(whole.aggregation.denominator / undivided.aggregation.denominator)
+        divisor = whole.aggregation.denominator / undivided.aggregation.denominator
+        return self.actor.apply_gradients(0.0 if whole.empty else divisor)
 
     def update_critic(self, steps: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """The critic's optimizer steps on the whole scored buffer, one a mini-batch and epoch; its metrics."""
@@ -97,8 +105,7 @@ class Pipeline:
             for _ in range(self.config.critic.ppo_epochs)
             for step in steps
         ]
-        last = {name: updates[-1][name] for name in ("critic/grad_norm", "critic/lr", "critic/skipped_steps")}
-        return value.finalise(combine(updates)) | last
+        return value.finalise(combine(updates)) | last_and_skipped(updates, "critic")
 
     def penalty(self) -> tuple[KLControl | None, dict[str, float]]:
         """The controller for the next step and the metrics of this one. All of a buffer has the same coefficient."""
@@ -108,3 +115,14 @@ class Pipeline:
         mean = sum(kl * count for kl, count in self._penalties) / max(samples, 1)
         metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": self.kl.coefficient}
         return self.kl.after(mean, samples), metrics
+
+
+def _share(model: TrainBackend) -> tuple[int, int]:
+    return model.dp_rank, model.dp_size
+
+
+def last_and_skipped(updates: Sequence[Mapping[str, float]], model: str) -> dict[str, float]:
+    """Of the optimizer steps of a buffer: gradient norm and learning rate of the last one, and how many were not taken."""
+    last = {f"{model}/{name}": updates[-1][f"{model}/{name}"] for name in ("grad_norm", "lr")}
+    skipped = f"{model}/skipped_steps"
+    return last | {skipped: sum(update[skipped] for update in updates)}

@@ -31,12 +31,14 @@ def needs_old_log_probs(config: Config, num_updates: int) -> bool:
 
 def with_old_log_probs(actor: TrainBackend, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Those of the weights now. Collective."""
-    return [replace(batch, old_log_probs=actor.log_probs(batch)) for batch in batches]
+    grids = actor.log_probs_of(batches)
+    return [replace(batch, old_log_probs=grid) for batch, grid in zip(batches, grids, strict=True)]
 
 
 def with_reference(reference: TrainBackend, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Log-probs of the frozen initial policy. Collective."""
-    return [replace(batch, ref_log_probs=reference.log_probs(batch)) for batch in batches]
+    grids = reference.log_probs_of(batches)
+    return [replace(batch, ref_log_probs=grid) for batch, grid in zip(batches, grids, strict=True)]
 
 
 def with_values(critic: ValueBackend, batches: Sequence[MicroBatch]) -> list[MicroBatch]:

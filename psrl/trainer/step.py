@@ -16,7 +16,7 @@ from psrl.trainer.arriving import ArrivingBatch, Read
 from psrl.trainer.backends.base import TrainBackend, ValueBackend
 from psrl.trainer.chunks import Part
 from psrl.trainer.overlap import Steps, Trained, accumulate, join, pre_step
-from psrl.trainer.pipeline import Pipeline
+from psrl.trainer.pipeline import Pipeline, last_and_skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,10 @@ def train_step(
     steps, updates = scopes[scope](pipeline, batch, parts)
     learned = pipeline.update_critic(steps)
     kl, penalty = pipeline.penalty()
-    last = {name: updates[-1][name] for name in ("actor/grad_norm", "actor/lr", "actor/skipped_steps")}
+    optimizer = last_and_skipped(updates, "actor")
     micro_batches = {"training/num_micro_batches": batch.num_micro_batches}
-    return StepResult(policy.finalise(combine(updates)) | last | learned | penalty | micro_batches, batch.groups, kl)
+    metrics = policy.finalise(combine(updates)) | optimizer | learned | penalty | micro_batches
+    return StepResult(metrics, batch.groups, kl)
 
 
 def recompute(pipeline: Pipeline, batch: ArrivingBatch, parts: Iterable[Part]) -> Trained:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from psrl.trainer.micro_batches import plan_micro_batches, trainable_samples
+from psrl.trainer.micro_batches import plan_micro_batches, trainable_lengths
 from psrl.trainer.rows import Row, separate_rows, shared_rows
 
 RankRows = tuple[tuple[Row, ...], ...]
@@ -19,8 +19,9 @@ RankRows = tuple[tuple[Row, ...], ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """`mini_groups`: groups of an optimizer step. `least_valid`: trainable samples without which a group is left out.
-    `micro_samples`: samples of a micro-batch on each rank; None: as many as
-    `max_tokens` allows. `hidden_size`: of a model whose rows may share prompts; None: each sample is a row."""
+    `micro_samples`: samples of a micro-batch on each rank; None: as many as `max_tokens` on each GPU allow, of which there are
+    `row_ranks` to a row, with a part of it each. `num_ranks`: those that work on different samples. `hidden_size`: of a model
+    whose rows may share prompts; None: each sample is a row."""
 
     mini_groups: int
     least_valid: int
@@ -28,6 +29,7 @@ class PlanSettings:
     num_ranks: int
     max_tokens: int
     hidden_size: int | None
+    row_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class StepPlan:
         for sizes in tokens:
             self.group_of += [len(self._first_sample) - 1] * len(sizes)
             self._first_sample.append(self._first_sample[-1] + len(sizes))
-        self.lengths += trainable_samples(tokens, self.settings.least_valid).lengths
+        self.lengths += trainable_lengths(tokens, self.settings.least_valid)
         self.prompt_tokens += prompt_tokens
         planned: list[PlannedMini] = []
         while self._mini * self.settings.mini_groups < len(self._first_sample) - 1:
@@ -89,7 +91,8 @@ class StepPlan:
             return PlannedMini(self._mini, [], False)
         rows = self._rows(self._next, end)
         self._next = end
-        plan = plan_micro_batches([row.length for row in rows], self.settings.num_ranks, self.settings.max_tokens)
+        parts = [-(-row.length // self.settings.row_ranks) for row in rows]
+        plan = plan_micro_batches(parts, self.settings.num_ranks, self.settings.max_tokens)
         batches = [
             tuple(tuple(rows[i] for i in rank[number]) for rank in plan.ranks)
             for number in range(plan.num_micro_batches)
@@ -113,9 +116,10 @@ class StepPlan:
 
     def _rows(self, start: int, stop: int) -> list[Row]:
         """Rows of samples [start, stop)."""
-        lengths, groups = self.lengths[start:stop], self.group_of[start:stop]
-        if self.settings.hidden_size is None:
+        lengths, groups, settings = self.lengths[start:stop], self.group_of[start:stop], self.settings
+        if settings.hidden_size is None:
             rows = separate_rows(lengths)
         else:
-            rows = shared_rows(lengths, groups, self.prompt_tokens, self.settings.hidden_size, self.settings.max_tokens)
+            longest = settings.max_tokens * settings.row_ranks
+            rows = shared_rows(lengths, groups, self.prompt_tokens, settings.hidden_size, longest)
         return [Row(tuple(start + i for i in row.samples), row.length) for row in rows]

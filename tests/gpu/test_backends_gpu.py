@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from backend_launch import launch
 from fsdp2_ranks import log_probs_by_row, make_actor, make_model, settings, token_tis, train_step
 from test_backends import VARIANTS as ALL
+from test_backends import Variant
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from psrl.algorithms.sequences import Sequences
@@ -22,12 +26,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 VARIANTS = [
     pytest.param({}, id="fsdp2"),
+    pytest.param({"use_torch_compile": True}, id="compiled"),
     pytest.param({"fsdp_config": {"param_offload": True}}, id="param_offload"),
     pytest.param({"fsdp_config": {"optimizer_offload": True}}, id="optimizer_offload"),
     pytest.param({"strategy": "megatron"}, marks=MEGATRON, id="megatron"),
 ]
 SPREAD = [variant for variant in ALL if variant.values[0].world_size == 2]
 STEPS = 4
+AT_ONCE = 3
+"""Variants that run on the same two GPUs at a time: most of what one takes is its start."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +69,32 @@ def test_log_probs_curve_and_checkpoint_are_those_of_the_cpu(actor, tmp_path):
         torch.testing.assert_close(shards[shard.name], shard.local, rtol=0, atol=5e-5)
 
 
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Path, list[dict[str, float]]]]]:
+    """`spread(name)`: where the ranks of a variant left what they have, and the loss curve. All variants are started by the first."""
+    pool = ThreadPoolExecutor(AT_ONCE)
+
+    def start(variant: Variant) -> tuple[Path, Future[list[dict[str, float]]]]:
+        path = tmp_path_factory.mktemp(variant.name)
+        for name in ("shards", "log_probs"):
+            (path / name).mkdir()
+        task = {
+            "steps": STEPS, "save_at": [2], "cap": 15, "device": "cuda", "background": True, "actor": variant.actor,
+            "shards": str(path / "shards"), "log_probs": str(path / "log_probs"),
+        }  # fmt: skip
+        return path, pool.submit(launch, path, 2, **task)
+
+    has_megatron = importlib.util.find_spec("megatron") is not None
+    variants = [param.values[0] for param in SPREAD]
+    started = {v.name: start(v) for v in variants if has_megatron or v.actor.get("strategy") != "megatron"}
+    yield lambda name: (started[name][0], started[name][1].result())
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
 @pytest.mark.parametrize("variant", SPREAD, ids=lambda variant: variant.name)
-def test_two_gpus_train_like_one_cpu_rank(variant, tmp_path):
-    for name in ("shards", "log_probs"):
-        (tmp_path / name).mkdir()
-    curve = launch(
-        tmp_path, 2, steps=STEPS, save_at=[2], cap=15, device="cuda", background=True, actor=variant.actor,
-        shards=str(tmp_path / "shards"), log_probs=str(tmp_path / "log_probs"),
-    )  # fmt: skip
+def test_two_gpus_train_like_one_cpu_rank(variant, spread):
+    tmp_path, curve = spread(variant.name)
     cpu = on("cpu")
     for row, values in log_probs_by_row(cpu).items():
         ranks = [torch.load(tmp_path / "log_probs" / f"{rank}.pt", weights_only=False) for rank in range(2)]

@@ -6,8 +6,7 @@ import importlib.util
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,66 +16,67 @@ from psrl.telemetry.metrics import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
-MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+STEPS = 4
 BASE = {
     "trainer.device": "cuda",
     "model.tiny.hidden_size": 64,
     "model.tiny.num_layers": 2,
     "model.tiny.warm_start_steps": 0,
     "psrl.deployment.n_rollout_instances": 1,
-    "trainer.total_training_steps": 4,
+    "trainer.total_training_steps": STEPS,
     "train_actor_rollout_ref.actor.use_torch_compile": "False",
 }
 ACTOR = "train_actor_rollout_ref.actor"
+RANKS = "psrl.deployment.train_ngpus_per_node"
+RUNS: dict[str, dict[str, object]] = {
+    "fsdp2": {},
+    "critic-and-reference": {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": "True"},
+    "bfloat16-filesystem": {f"{ACTOR}.mixed_precision": "bfloat16", "psrl.ps_mode": "filesystem"},
+    "megatron": {f"{ACTOR}.strategy": "megatron"},
+    "fsdp2-2": {RANKS: 2},
+    "megatron-dp2": {RANKS: 2, f"{ACTOR}.strategy": "megatron"},
+    "megatron-pp2": {RANKS: 2, f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size": 2},
+}
+RESUMED = ("critic-and-reference", "megatron-pp2")
 
 
-@pytest.fixture
-def new_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
+def lacking(name: str) -> str | None:
+    """What this machine has not got of what a run needs."""
+    if "megatron" in name and importlib.util.find_spec("megatron") is None:
+        return "megatron-core is not installed"
+    missing = int(str(RUNS[name].get(RANKS, 1))) > torch.cuda.device_count()
+    return "there are no two GPUs" if missing else None
 
-    def make(**overrides: object) -> Run:
-        runs.append(Run(tmp_path / f"run{len(runs)}", BASE | overrides))
-        return runs[-1]
 
-    yield make
-    for run in runs:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """All of them, started at the same time: what takes long is to start."""
+    path = tmp_path_factory.mktemp("runs")
+    all_runs = {name: Run(path / name, BASE | changes) for name, changes in RUNS.items() if lacking(name) is None}
+    for run in all_runs.values():
+        run.start()
+    yield all_runs
+    for run in all_runs.values():
         run.close()
 
 
-RUNS = [
-    pytest.param({}, id="fsdp2"),
-    pytest.param({"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": "True"}, id="critic-and-reference"),
-    pytest.param({f"{ACTOR}.mixed_precision": "bfloat16", "psrl.ps_mode": "filesystem"}, id="bfloat16-filesystem"),
-    pytest.param({f"{ACTOR}.strategy": "megatron"}, marks=MEGATRON, id="megatron"),
-    pytest.param({"psrl.deployment.train_ngpus_per_node": 2}, marks=TWO, id="fsdp2-2"),
-    pytest.param(
-        {"psrl.deployment.train_ngpus_per_node": 2, f"{ACTOR}.strategy": "megatron"}, marks=[TWO, MEGATRON], id="megatron-dp2"
-    ),
-    pytest.param(
-        {
-            "psrl.deployment.train_ngpus_per_node": 2,
-            f"{ACTOR}.strategy": "megatron",
-            f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
-        },
-        marks=[TWO, MEGATRON],
-        id="megatron-pp2",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("overrides", RUNS)
-def test_a_run_trains_on_gpus_and_resumes(new_run, overrides):
-    run = new_run(**overrides)
-    assert run.launch() == 0, run.story()
-    assert run.launch({"trainer.total_training_steps": 6}) == 0, run.story()
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_trains_on_gpus_and_resumes(name, started):
+    if missing := lacking(name):
+        pytest.skip(missing)
+    run = started[name]
+    assert run.wait() == 0, run.story()
+    steps = STEPS
+    if name in RESUMED:
+        steps += 2
+        assert run.launch({"trainer.total_training_steps": steps}) == 0, run.story()
     rows = read_metrics(run.dir.metrics)
-    assert run.steps() == [1, 2, 3, 4, 5, 6]
+    assert run.steps() == list(range(1, steps + 1))
     assert all(math.isfinite(row["actor/grad_norm"]) for row in rows)
-    limit = 1e-4 if f"{ACTOR}.mixed_precision" not in overrides else 1e-2
+    limit = 1e-2 if "bfloat16" in name else 1e-4
     assert abs(rows[0]["rollout_corr/kl"]) < limit  # the engine is on the CPU, the weights are the same
-    for rank in range(int(overrides.get("psrl.deployment.train_ngpus_per_node", 1))):
-        assert "trainer.device=cuda: NVIDIA" in run.log(f"trainer-{rank}")
+    for log in run.dir.logs.glob("trainer-*.log"):
+        assert "trainer.device=cuda: NVIDIA" in log.read_text()
     run.audit()
 
 

@@ -1,4 +1,4 @@
-"""Start the ranks of `fsdp2_ranks.py` as processes and wait for all of them."""
+"""Start the ranks of `fsdp2_ranks.py`, or of another script, as processes and wait for all of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SCRIPT = Path(__file__).with_name("fsdp2_ranks.py")
 DEADLINE_S = 300
 
 
-def launch(tmp_path: Path, world_size: int, expect: int = 0, **task) -> list[dict[str, float]]:
+def launch(tmp_path: Path, world_size: int, expect: int = 0, script: Path = SCRIPT, **task) -> list[dict[str, float]]:
     """Run all ranks to their end; the metrics that rank 0 printed. Every process is gone when this returns."""
     task = {"checkpoints": str(tmp_path / "checkpoints"), "init": str(tmp_path / f"init{os.urandom(4).hex()}"), **task}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(task)],
+            [sys.executable, str(script), json.dumps(task)],
             env={
                 **os.environ,
                 "RANK": str(rank),

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +43,7 @@ from psrl.trainer.batch import (
     rewards_of,
     sample_rewards,
 )
-from psrl.trainer.micro_batches import plan_micro_batches, trainable_samples
+from psrl.trainer.micro_batches import plan_micro_batches, trainable_lengths
 from psrl.trainer.rows import separate_rows, shared_rows
 from psrl.trainer.saving import Saved, Saver
 
@@ -59,7 +60,11 @@ def make_model(tied: bool = True, seed: int = 0, kv_heads: int = 2) -> PreTraine
 
 
 def make_actor(**changes) -> ActorConfig:
-    defaults = {"grad_clip": 1.0, "optim": OptimConfig(lr=1e-3, lr_warmup_steps=3, weight_decay=0.1)}
+    defaults = {
+        "use_torch_compile": False,
+        "grad_clip": 1.0,
+        "optim": OptimConfig(lr=1e-3, lr_warmup_steps=3, weight_decay=0.1),
+    }
     return ActorConfig(**{**defaults, **changes})
 
 
@@ -97,7 +102,7 @@ def make_batches(
         [0 if s.reward is None else (len(g.prompt_ids) + len(s.response_ids)) // 4 for s in g.samples] for g in groups
     ]
     index = index_samples(tokens)
-    lengths = trainable_samples(tokens).lengths
+    lengths = trainable_lengths(tokens)
     rows = separate_rows(lengths)
     if shared:
         rows = shared_rows(
@@ -141,7 +146,13 @@ def save(backend: BackendCore, root: Path, step: int, killed: bool = False) -> N
 
 
 def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor]:
-    """The log-probs of this rank's rows, with and without shared prompts, by the row's tokens."""
+    return scores_by_row(backend, backend.log_probs)
+
+
+def scores_by_row(
+    backend: BackendCore, score: Callable[[MicroBatch], torch.Tensor]
+) -> dict[tuple[int, ...], torch.Tensor]:
+    """What `score` says of this rank's rows, with and without shared prompts, by the row's tokens."""
     groups = make_groups(3, num_groups=4, size=5)
     shared = [False, True] if backend.can_share_prompts else [False]
     batches = [b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s, backend.device)]
@@ -149,7 +160,7 @@ def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor
         tuple(ids[real].tolist()): values[mask].cpu()
         for batch in batches
         for ids, real, mask, values in zip(
-            batch.input_ids, batch.attention_mask, batch.loss_mask, backend.log_probs(batch), strict=True
+            batch.input_ids, batch.attention_mask, batch.loss_mask, score(batch), strict=True
         )
         if mask.any()
     }

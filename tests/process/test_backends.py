@@ -52,6 +52,33 @@ VARIANTS = [
         marks=MEGATRON,
     ),
     pytest.param(Variant("megatron-dp2", 2, {"strategy": "megatron"}), marks=MEGATRON),
+    pytest.param(
+        Variant("megatron-pp2", 2, {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 2}}),
+        marks=MEGATRON,
+    ),
+    pytest.param(
+        Variant("megatron-cp2", 2, {"strategy": "megatron", "megatron": {"context_parallel_size": 2}}),
+        marks=[MEGATRON, pytest.mark.slow],
+    ),
+    pytest.param(
+        Variant("megatron-dp2-whole", 2, {"strategy": "megatron", "megatron": {"use_distributed_optimizer": False}}),
+        marks=[MEGATRON, pytest.mark.slow],
+    ),
+    pytest.param(
+        Variant(
+            "megatron-tp2-pp2",
+            4,
+            {
+                "strategy": "megatron",
+                "megatron": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            },
+        ),
+        marks=[MEGATRON, pytest.mark.slow],
+    ),
+    pytest.param(
+        Variant("megatron-dp2-pp2", 4, {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 2}}),
+        marks=[MEGATRON, pytest.mark.slow],
+    ),
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 

@@ -1,19 +1,22 @@
-"""The critic on FSDP2: its values, its checkpoint, and a run of PPO that is replayed with it."""
+"""The critic on FSDP2: its values, its checkpoint, every way to spread it, and a run of PPO that is replayed with it."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from fsdp2_ranks import make_actor, make_batches, make_groups, make_model
+import torch.distributed as dist
+from backend_launch import launch as launch_ranks
+from critic_ranks import SAVED_AT, STEPS, make_critic, train_step, with_head
+from fsdp2_ranks import make_actor, make_batches, make_groups, make_model, scores_by_row
 from test_replay import launch, replayed
 
 from psrl.algorithms.value import ValueLoss, finalise
-from psrl.config.critic import CriticConfig
-from psrl.config.schema import OptimConfig
 from psrl.rundir.layout import RunDir
 from psrl.telemetry.metrics import read_metrics
 from psrl.trainer import checkpoints
@@ -25,20 +28,85 @@ from psrl.trainer.saving import CRITIC, Saver, load_checkpoint
 
 pytestmark = pytest.mark.process
 
+BFLOAT16 = {"mixed_precision": "bfloat16"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fsdp2-2": {},
+    "hsdp-2x1": {"fsdp_config": {"fsdp_size": 1}, "gradient_checkpointing": True},
+    "ulysses-2": {"ulysses_sequence_parallel_size": 2, "gradient_checkpointing": True},
+    "tensor-parallel-policy": {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 2}},
+    "bfloat16": BFLOAT16 | {"gradient_checkpointing": True},
+    "bfloat16-ulysses-2": BFLOAT16 | {"ulysses_sequence_parallel_size": 2},
+}
+"""On two ranks."""
+ACTOR = "train_actor_rollout_ref.actor"
+TWO_RANKS = (f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=2")
+if importlib.util.find_spec("megatron") is None:
+    TWO_RANKS = ()
+"""A policy whose ranks share a model, which a critic's share rows beside; without megatron-core a sharded one."""
+PRECISIONS: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": BFLOAT16}
 
-def make_critic(seed: int = 0, tied: bool = True, lr: float = 3e-3) -> FSDP2Critic:
-    torch.set_num_threads(1)
-    settings = CriticConfig(optim=OptimConfig(lr=lr, weight_decay=0.0))
-    return FSDP2Critic(make_model(tied, seed), make_actor(), settings)
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory):
+    """By precision: (values by row, rows of STEPS steps) of a critic on one rank, and the directory of its checkpoint after
+    SAVED_AT steps in float32, from which the other one goes on too."""
+    saved = tmp_path_factory.mktemp("one") / "critic"
+    found = {}
+    for precision, actor in PRECISIONS.items():
+        critic = with_head(make_critic(actor))
+        values = scores_by_row(critic, critic.values)
+        rows = [train_step(critic, step) for step in range(SAVED_AT)]
+        if precision == "float32":
+            critic.save(saved)
+        else:
+            critic = make_critic(actor, seed=1)
+            critic.load(saved)
+        rows += [train_step(critic, step) for step in range(SAVED_AT, STEPS)]
+        found[precision] = values, rows
+    if dist.is_initialized():  # that of one rank, which mixed precision insists on
+        dist.destroy_process_group()
+    return found, saved
 
 
-def with_head(critic: FSDP2Critic, seed: int = 5) -> FSDP2Critic:
-    """Random values in place of zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        head = critic._parameters["lm_head.weight"]
-        head.copy_(torch.randn(head.shape, generator=generator))
-    return critic
+@pytest.fixture(scope="module")
+def two_ranks(one_rank, tmp_path_factory: pytest.TempPathFactory):
+    """Rows by variant, and the directory with what the ranks left."""
+    to = tmp_path_factory.mktemp("two")
+    script = Path(__file__).with_name("critic_ranks.py")
+    task = {"from": str(one_rank[1]), "to": str(to), "variants": VARIANTS}
+    printed = launch_ranks(to, 2, script=script, **task)
+    return {line["variant"]: line["rows"] for line in printed}, to
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_are_one_critic_however_they_share_it(name: str, one_rank, two_ranks) -> None:
+    precision = VARIANTS[name].get("mixed_precision", "float32")
+    near = {"rel": 2e-4, "abs": 2e-6} if precision == "float32" else {"rel": 0.05, "abs": 0.01}
+    (values, expected), (rows, to) = one_rank[0][precision], two_ranks
+    got: dict[tuple[int, ...], torch.Tensor] = {}
+    for rank in range(2):
+        got |= torch.load(to / f"{name}.{rank}.pt", weights_only=False)
+    assert got.keys() == values.keys()
+    for row, value in values.items():
+        torch.testing.assert_close(got[row], value, rtol=0, atol=1e-5 if precision == "float32" else 0.02)
+    for ours, other in zip(
+        rows[name], expected, strict=True
+    ):  # the first from scratch, the last from one rank's checkpoint
+        assert ours == pytest.approx(other, **near)
+    single = make_critic(seed=1)
+    single.load(to / name)
+    assert single.steps == SAVED_AT
+    exact = one_rank[0]["float32"][1]
+    for step in range(SAVED_AT, STEPS):
+        assert train_step(single, step) == pytest.approx(exact[step], **near)
+
+
+def test_one_rank_in_bfloat16_is_near_float32(one_rank) -> None:
+    exact, rounded = (one_rank[0][precision][1] for precision in PRECISIONS)
+    for row, other in zip(exact, rounded, strict=True):
+        assert row != other
+        assert other["critic/vf_loss"] == pytest.approx(row["critic/vf_loss"], rel=0.05)
+        assert other["critic/grad_norm"] == pytest.approx(row["critic/grad_norm"], rel=0.1)
 
 
 def learn(critic: FSDP2Critic, steps: int, target: float = 0.75) -> list[dict[str, float]]:
@@ -83,7 +151,7 @@ def test_shared_prompts_give_the_same_values():
 
 
 def test_it_learns_a_constant_return():
-    rows = learn(make_critic(), steps=25)
+    rows = learn(make_critic(weight_decay=0.0), steps=25)
     assert rows[0]["critic/vf_loss"] == pytest.approx(0.75**2 / 2) and rows[0]["critic/values/mean"] == 0.0
     assert rows[-1]["critic/vf_loss"] < 0.01
     assert rows[-1]["critic/values/mean"] == pytest.approx(0.75, abs=0.15)
@@ -117,7 +185,7 @@ def test_a_run_is_replayed_with_its_critic_and_from_its_checkpoint(tmp_path: Pat
     assert len(trained) == 8 and trained[0]["critic/values/mean"] == 0.0 != trained[-1]["critic/values/mean"]
     for row, again in zip(trained, replayed(run_dir, 1, tmp_path / "one"), strict=True):
         assert again == pytest.approx(row, rel=1e-6, abs=1e-9)
-    for row, again in zip(trained, replayed(run_dir, 2, tmp_path / "two"), strict=True):
+    for row, again in zip(trained, replayed(run_dir, 2, tmp_path / "two", *TWO_RANKS), strict=True):
         assert again == pytest.approx(row, rel=5e-4, abs=5e-6)
     resumed = Replay(RunDir(run_dir))
     resumed.load(checkpoints.step_directory(run_dir / "checkpoints", 4))

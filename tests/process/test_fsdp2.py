@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,29 @@ def test_no_micro_batch_takes_no_step():
     backend = make_backend()
     assert backend.update([], token_tis(0))["actor/skipped_steps"] == 1.0
     assert backend.steps == 0
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_step_of_which_all_was_rejected_is_none(accumulated, caplog):
+    """Neither momentum nor weight decay moves anything, and the schedule waits."""
+    backend, undisturbed = make_backend(), make_backend()
+    for each in (backend, undisturbed):
+        train_step(each, 0)
+    before = backend._state()
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    batches = [replace(b, accepted=torch.zeros_like(b.loss_mask)) for b in make_batches(make_groups(1), 0, 1, 15)]
+    for _ in range(2):
+        if accumulated:
+            backend.accumulate(batches, token_tis(1))
+            metrics = backend.apply_gradients(0.0)
+        else:
+            metrics = backend.update(batches, token_tis(0))
+        assert (metrics["actor/skipped_steps"], metrics["actor/grad_norm"]) == (1.0, 0.0)
+        assert policy.finalise(metrics)["rollout_corr/rs_masked_fraction"] == 1.0
+    assert all(torch.equal(before[name], tensor) for name, tensor in kept.items())
+    assert backend.steps == 1
+    assert [r.levelname for r in caplog.records if "no token" in r.message] == ["WARNING"]
+    assert train_step(backend, 1) == train_step(undisturbed, 1)
 
 
 def test_a_gradient_that_is_not_finite_is_not_applied():

@@ -83,8 +83,9 @@ class Watched(Replay):
         return self
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of them."""
-        return {shard.name: shard.local.clone() for shard in self.actor.weight_shards()}
+        """Copies of them, the critic's too where there is one."""
+        models = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        return {f"{model}.{s.name}": s.local.clone() for model, of in models.items() for s in of.weight_shards()}
 
 
 def assert_equal_batches(left: list[MicroBatch], right: list[MicroBatch]) -> None:
@@ -152,9 +153,9 @@ def test_recompute_trains_the_same_batches_to_the_same_weights(
     assert_same_weights(whole, chunked)
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "gae"])
 def test_recompute_is_exact_for_every_estimator(recorded: Run, whole_runs: WholeRuns, estimator: str) -> None:
-    """grpo is above; gae needs a critic, remax a greedy sample in each group: see test_train_step."""
+    """grpo is above; remax needs a greedy sample in each group: see test_overlap_scopes."""
     whole = whole_runs({"algorithm.adv_estimator": estimator})
     chunked = Watched(recorded, {"algorithm.adv_estimator": estimator} | CHUNKS[2]).train()
     assert_equal_batches(whole.trained, chunked.trained)

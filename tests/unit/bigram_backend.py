@@ -34,6 +34,9 @@ class BigramBackend:
         with torch.no_grad():
             return self._outputs(batch)[0]
 
+    def log_probs_of(self, batches):
+        return [self.log_probs(batch) for batch in batches]
+
     def _outputs(self, batch):
         columns = torch.arange(batch.input_ids.shape[1]) - 1
         places = columns.expand(batch.input_ids.shape) if batch.layout is None else batch.layout.predictors
@@ -64,7 +67,11 @@ class BigramBackend:
         return (
             metrics
             | least
-            | {"actor/grad_norm": gradient.norm().item(), "actor/lr": self.lr, "actor/skipped_steps": 0.0}
+            | {
+                "actor/grad_norm": gradient.norm().item(),
+                "actor/lr": self.lr,
+                "actor/skipped_steps": float(loss_fn.empty),
+            }
         )
 
 

@@ -128,6 +128,18 @@ def test_by_tokens_a_mini_batch_is_planned_when_it_is_whole() -> None:
     assert planned(TOKENS, whole(groups)) == [[first, second]]
 
 
+@pytest.mark.parametrize(("row_ranks", "sizes"), [(1, [1] * 4), (2, [2, 2]), (4, [1, 3]), (5, [4])])
+def test_the_token_budget_counts_what_one_gpu_holds(row_ranks: int, sizes: list[int]) -> None:
+    """Samples of 9 tokens, a budget of 10: where 2 ranks share a row each has 5 of it."""
+    settings = replace(TOKENS, num_ranks=1, row_ranks=row_ranks)
+    [[(_, batches, _)]] = planned(settings, whole([taken(i, [9] * 2) for i in range(2)]))
+    assert sorted(len(batch[0]) for batch in batches) == sizes
+    longest = [taken(i, [10 * row_ranks + extra] * 2) for i, extra in enumerate((0, 1))]
+    assert planned(settings, whole(longest[:1]))
+    with pytest.raises(ValueError, match="has 11 tokens on a GPU"):
+        planned(settings, whole(longest))
+
+
 def test_rows_that_share_prompts_stay_within_their_micro_batch() -> None:
     plan = StepPlan(replace(COUNT, micro_samples=4, num_ranks=1, hidden_size=64))
     (mini,) = extend(plan, whole([taken(i, [10] * 3, prompt_tokens=8) for i in range(2)])[0])

@@ -24,6 +24,7 @@ from psrl.config.errors import ConfigError
 pytestmark = pytest.mark.unit
 
 A, C = "train_actor_rollout_ref.actor", "algorithm.rollout_correction"
+REINFORCE = [f"{C}.bypass_mode=True", f"{C}.loss_type=reinforce"]
 
 
 @functools.cache
@@ -82,6 +83,9 @@ def composed(*overrides: str):
         ([f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=0.5"], ["rollout_rs_threshold=0.5", "at least 1"]),
         ([f"{C}.rollout_rs='token_k1,token_k2,token_k3'", f"{C}.rollout_rs_threshold='2,3'"], ["2 values for 3 rules"]),
         ([f"{C}.rollout_rs=' , '", f"{C}.rollout_rs_threshold=2"], ["names no rule"]),
+        ([f"{C}.loss_type=ppo"], ["loss_type=ppo", "ppo_clip | reinforce"]),
+        ([f"{C}.loss_type=reinforce"], ["loss_type=reinforce", "bypass_mode=False", "ppo_clip"]),
+        ([*REINFORCE, f"{A}.policy_loss.loss_mode=cispo"], ["loss_mode=cispo", "loss_type=reinforce", "vanilla"]),
         *[
             ([f"{C}.rollout_is=null", "psrl.log_prob.enable_rollout_engine_log_prob=False", *more], [word, "enable_rollout_engine_log_prob=False"])
             for word, more in {
@@ -107,6 +111,9 @@ def test_what_cannot_be_is_refused_in_one_sentence(overrides: list[str], words: 
     [
         ([f"{C}.rollout_is=null"], ["psrl.staleness=1", f"{C}.rollout_is=token", "enable_rollout_engine_log_prob=True"]),
         ([f"{C}.bypass_mode=True"], ["rollout_is=token", "bypass_mode=True"]),
+        ([*REINFORCE, f"{C}.rollout_is=null"], ["loss_type=reinforce", "rollout_is=null", "weighs nothing"]),
+        (["gen_actor_rollout_ref.rollout.top_p=0.9"], ["rollout.top_p=0.9", "biased", "top_p=1"]),
+        (["gen_actor_rollout_ref.rollout.top_k=20"], ["rollout.top_k=20", "biased", "top_k=-1"]),
         ([f"{A}.policy_loss.loss_mode=gspo"], ["gspo", "seq-mean-token-mean"]),
         ([f"{A}.use_kl_loss=True", f"{A}.kl_loss_type=kl"], ["kl_loss_type=kl", "k2 or k3"]),
         ([f"{A}.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], ["use_kl_in_reward=True", "twice"]),
@@ -122,6 +129,7 @@ def test_what_is_doubtful_is_warned_about(overrides: list[str], words: list[str]
     "overrides",
     [
         [f"{C}.rollout_is=null", f"{C}.preset=k3_rs"],
+        REINFORCE,
         [f"{C}.preset=geo_rs"],  # beside the preset's token weights
         [f"{C}.rollout_is=sequence", f"{C}.rollout_is_batch_normalize=True", f"{C}.rollout_rs='token_k1,seq_max_k3'", f"{C}.rollout_rs_threshold='0.5_2.0,0.1'"],
         ["psrl.rollout_n=1", "algorithm.adv_estimator=reinforce_plus_plus", f"{A}.clip_ratio_c=null", f"{A}.clip_ratio_low=1.0"],

@@ -25,13 +25,26 @@ def config(ranks: tuple[int, int] = (1, 4), **actor) -> Config:
     return made
 
 
+BUDGET = "ppo_max_token_len_per_gpu"
 REFUSED = [
     (
-        {"strategy": "megatron", "megatron": {name: 2}},
-        rf"actor\.megatron\.{name}=2 is not in this version of psrl: use 1",
-    )
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
-] + [
+        {BUDGET: 2047},
+        r"per_gpu=2047 does not hold the longest sample .*=1024 \+ .*=1024\): raise it to at least 2048",
+    ),
+    (
+        {BUDGET: 1023, "ulysses_sequence_parallel_size": 2},
+        r"per_gpu=1023 does not hold .*=1024, shared by 2 ranks\): raise it to at least 1024",
+    ),
+    ({BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}, r"per_gpu=99 does not hold"),
+    (
+        {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 2}},
+        r"actor\.megatron\.expert_model_parallel_size=2 is not in this version of psrl, which trains dense models: use 1",
+    ),
+    (
+        {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}},
+        r"tensor_model_parallel_size=4 x pipeline_model_parallel_size=2 does not divide the 4 trainer ranks",
+    ),
+    ({"megatron": {"pipeline_model_parallel_size": 2}}, r"pipeline_model_parallel_size=2 has no meaning with .*fsdp2"),
     (
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 3}},
         r"tensor_model_parallel_size=3 does not divide the 4 trainer ranks .*: choose a divisor",
@@ -74,9 +87,13 @@ def test_a_missing_package_is_one_sentence():
     "actor",
     [
         {},
+        {BUDGET: 2048},
+        {BUDGET: 1024, "ulysses_sequence_parallel_size": 2},
+        {BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4},
         {"ulysses_sequence_parallel_size": 2, "fsdp_config": {"fsdp_size": 2}},
         {"strategy": "megatron"},
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
+        {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}},
     ],
 )
 def test_accepted(actor):
@@ -89,6 +106,7 @@ QWEN = {
     "num_key_value_heads": 8,
     "hidden_size": 1024,
     "intermediate_size": 3072,
+    "num_hidden_layers": 28,
 }
 
 
@@ -109,6 +127,16 @@ QWEN = {
             {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
             QWEN | {"intermediate_size": 3074},
             r"does not divide the model's feed-forward size \(3074\)",
+        ),
+        (
+            {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 32}},
+            QWEN,
+            r"pipeline_model_parallel_size=32 is more than the model's 28 layers: use fewer stages",
+        ),
+        (
+            {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4, "context_parallel_size": 8}},
+            QWEN,
+            r"context_parallel_size=8 does not divide the 4 attention heads of each tensor-parallel rank",
         ),
         (
             {"ulysses_sequence_parallel_size": 3},

@@ -8,12 +8,14 @@ from test_config_algorithm import composed
 
 from psrl.config.checks import check
 from psrl.config.compose import compose_config
+from psrl.config.critic_checks import check_critic
 from psrl.config.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
 GAE = "algorithm.adv_estimator=gae"
 OPTIM = "critic.optim"
+MEGATRON = "train_actor_rollout_ref.actor.megatron"
 
 
 @pytest.mark.parametrize(
@@ -44,10 +46,15 @@ def test_what_cannot_be_is_refused_in_one_sentence(overrides: list[str], words: 
         assert word in message, message
 
 
-def test_megatron_has_no_critic() -> None:
-    config = composed(GAE, "train_actor_rollout_ref.actor.strategy=megatron")
-    with pytest.raises(ConfigError, match=r"adv_estimator=gae needs a critic, .*strategy=megatron .*strategy=fsdp2"):
-        check(config, only_planned=True)  # also where megatron-core is not installed
+def test_beside_megatron_a_critic_shares_samples_but_has_no_stages() -> None:
+    config = composed(
+        GAE, "train_actor_rollout_ref.actor.strategy=megatron", f"{MEGATRON}.tensor_model_parallel_size=2"
+    )
+    config.train_actor_rollout_ref.actor.megatron.context_parallel_size = 2
+    check_critic(config)
+    config.train_actor_rollout_ref.actor.megatron.pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"critic on FSDP2, .*megatron\.pipeline_model_parallel_size=2: use 1"):
+        check_critic(config)
 
 
 @pytest.mark.parametrize(

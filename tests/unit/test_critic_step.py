@@ -138,11 +138,13 @@ def test_no_split_changes_the_step(ranks, share, tokens):
         assert rows[-1][f"critic/{name}"] == pytest.approx(expected[2][-1][f"critic/{name}"], rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize(("granularity", "micro"), [("mini_batch", None), ("micro_batch", 2)])
-def test_recompute_in_chunks_is_the_same_step_bit_by_bit(granularity, micro):
+@pytest.mark.parametrize(
+    ("granularity", "micro", "ranks"), [("mini_batch", None, 1), ("micro_batch", 2, 1), ("micro_batch", 1, 2)]
+)
+def test_recompute_in_chunks_is_the_same_step_bit_by_bit(granularity, micro, ranks):
     groups = make_groups(GROUPS, SAMPLES)
-    whole = train(make_gae(micro=micro), groups)
-    chunked = train(make_gae(granularity, micro=micro), groups)
+    whole = train(make_gae(micro=micro, ranks=ranks), groups, ranks=ranks)
+    chunked = train(make_gae(granularity, micro=micro, ranks=ranks), groups, ranks=ranks)
     assert torch.equal(whole[0], chunked[0]) and torch.equal(whole[1], chunked[1]) and whole[2] == chunked[2]
 
 
@@ -155,9 +157,14 @@ def test_under_pre_step_values_are_those_of_the_buffers_start_and_the_critic_lea
     assert stepped[3] == whole[3] == whole[2][0]["training/num_micro_batches"]  # one forward pass each
 
 
+def test_a_critic_that_shares_its_samples_otherwise_than_the_policy_is_refused():
+    with pytest.raises(ValueError, match=r"share .* \(0, 1\) of the policy's and \(1, 2\) of the critic's"):
+        train_step(OverlapBackend(), make_gae(), [], lambda _: None, critic=TableCritic(rank=1, world_size=2))
+
+
 def test_during_its_warm_up_the_policy_stays_as_it_is():
     groups = make_groups(GROUPS, SAMPLES)
     policy, values, rows, _ = train(make_gae(), groups, steps=1, only_critic=True)
     assert torch.equal(policy, OverlapBackend().table.detach())
-    assert values.any() and rows[0]["actor/skipped_steps"] == 1.0 and rows[0]["critic/skipped_steps"] == 0.0
+    assert values.any() and rows[0]["actor/skipped_steps"] == GROUPS // 2 and rows[0]["critic/skipped_steps"] == 0.0
     assert torch.equal(values, train(make_gae(), groups, steps=1)[1])

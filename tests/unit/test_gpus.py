@@ -14,6 +14,7 @@ from psrl.deployment import one_host, one_node
 from psrl.gpus import check_gpus, visible_gpus
 from psrl.rundir.layout import RunDir
 from psrl.supervisor.specs import share_children
+from psrl.trainer import device
 
 pytestmark = pytest.mark.unit
 
@@ -70,3 +71,13 @@ def test_what_an_environment_shows(value: str, names: tuple[str, ...], tmp_path:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ("0", "1")
+
+
+@pytest.mark.parametrize("build", [None, "13.0"])
+def test_cuda_by_name_without_cuda_is_one_sentence(build: str | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device.torch.version, "cuda", build)
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    why = "this PyTorch is built without CUDA" if build is None else "PyTorch finds no usable GPU"
+    with pytest.raises(ConfigError, match=f"trainer.device=cuda but {why}.*: set trainer.device=cpu"):
+        device.take_device("cuda", 1.0)
+    assert device.take_device("auto", 1.0) == device.take_device("cpu", 1.0) == device.torch.device("cpu")

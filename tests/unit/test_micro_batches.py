@@ -20,9 +20,8 @@ from psrl.trainer.batch import (
 )
 from psrl.trainer.micro_batches import (
     TOKEN_LIMIT_KEY,
-    mini_batches,
     plan_micro_batches,
-    trainable_samples,
+    trainable_lengths,
 )
 from psrl.trainer.rows import Row, shared_rows
 
@@ -50,7 +49,7 @@ def test_by_hand(lengths, num_ranks, cap, expected):
 
 
 def test_a_sample_above_the_cap_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=rf"sample 1 .* has 9 tokens, but {TOKEN_LIMIT_KEY} is 8"):
+    with pytest.raises(ValueError, match=rf"sample 1 .* has 9 tokens on a GPU, but {TOKEN_LIMIT_KEY} is 8"):
         plan_micro_batches([8, 9], 1, 8)
 
 
@@ -93,7 +92,6 @@ def test_every_sample_once_within_the_cap_and_balanced(lengths, num_ranks, cap, 
     plan = plan_micro_batches(lengths, num_ranks, cap)
     batches = [batch for rank in plan.ranks for batch in rank]
     assert sorted(i for batch in batches for i in batch) == [i for i, n in enumerate(lengths) if n > 0]
-    assert plan.left_out == lengths.count(0)
     assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
     assert all(len(batch) * max(lengths[i] for i in batch) <= cap for batch in batches if batch)
     loads = [sum(lengths[i] for batch in rank for i in batch) for rank in plan.ranks]
@@ -101,24 +99,9 @@ def test_every_sample_once_within_the_cap_and_balanced(lengths, num_ranks, cap, 
     assert plan == plan_micro_batches(list(lengths), num_ranks, cap)
 
 
-def test_trainable_samples_leave_out_and_count():
-    result = trainable_samples([[5, 0, 6], [0, 7], [3, 4], []])
-    assert result.lengths == [5, 0, 6, 0, 0, 3, 4]
-    assert result.invalid_samples == 2
-    assert result.dropped_groups == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("num_groups", "size", "expected"),
-    [(4, 2, [(0, 2), (2, 4)]), (5, 2, [(0, 2), (2, 4), (4, 5)]), (3, None, [(0, 3)]), (3, 8, [(0, 3)]), (0, None, [])],
-)
-def test_mini_batches_in_batch_order(num_groups, size, expected):
-    assert [(r.start, r.stop) for r in mini_batches(num_groups, size)] == expected
-
-
-def test_mini_batch_size_zero_is_refused():
-    with pytest.raises(ValueError, match="ppo_mini_batch_size is 0"):
-        mini_batches(4, 0)
+def test_samples_and_groups_that_may_not_be_trained_have_no_length():
+    assert trainable_lengths([[5, 0, 6], [0, 7], [3, 4], []]) == [5, 0, 6, 0, 0, 3, 4]
+    assert trainable_lengths([[0, 7], [0]], least_valid=1) == [0, 7, 0]
 
 
 def sample(ids, log_probs, reward=0.0, mask=b""):
@@ -232,6 +215,25 @@ def test_a_damaged_sample_is_refused_by_name(bad, message):
     groups = [group(3, [1], [bad, sample([1, 2], [-1.0, -1.0], 1.0)])]
     with pytest.raises(ValueError, match=message):
         build([(1, 0)], groups, [[3, 3]])
+
+
+def test_a_token_that_its_engine_calls_impossible_is_not_trained(caplog):
+    cut = sample([1, 2], [-1.0, float("-inf")])
+    (batch,) = build([(0, 1)], [group(3, [1], [cut, sample([1, 2], [-1.0, -1.0], 1.0)])], [[3, 3]])
+    assert batch.loss_mask.tolist() == [[False, True, False], [False, True, True]]
+    assert torch.isfinite(batch.rollout_log_probs).all()
+    assert [
+        r.getMessage()
+        for r in caplog.records
+        if "sample 0 of group 3" in r.getMessage() and "1 of its tokens" in r.getMessage()
+    ]
+
+
+def test_a_greedy_sample_without_a_finite_reward_is_no_baseline():
+    greedy = sample([1], [-1.0], float("nan"))
+    greedy.greedy = True
+    of = rewards_of(group(3, [1], [sample([1], [-1.0], 1.0), greedy]), [2, 0], least_valid=1)
+    assert of.baseline is None and of.valid.tolist() == [True, False]
 
 
 def test_a_log_prob_of_a_token_that_is_not_trained_may_be_anything():

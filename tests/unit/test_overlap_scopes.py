@@ -42,20 +42,23 @@ class OverlapBackend(BigramBackend):
 
     def update(self, batches, loss_fn):
         self.accumulate(batches, loss_fn)
-        return self.apply_gradients()
+        return self.apply_gradients(0.0 if loss_fn.empty else 1.0)
 
     def apply_gradients(self, divisor=1.0):
         parts, self.sums = self.sums, []
         if not parts:
             return {"actor/grad_norm": 0.0, "actor/lr": self.lr, "actor/skipped_steps": 1.0}
-        gradient = torch.tensor(self.all_sum(self.table.grad.flatten().tolist()), dtype=torch.float64) / divisor
+        gradient = torch.tensor(self.all_sum(self.table.grad.flatten().tolist()), dtype=torch.float64) / (
+            divisor or 1.0
+        )
         self.table.grad = None
         with torch.no_grad():
             self.table -= self.lr * gradient.view_as(self.table)
         self.steps += 1
         names, sums, extreme, _ = stack(parts)
         metrics = unstack(names, torch.tensor(self.all_sum(sums.tolist())), [], sums[:0])
-        norm = {"actor/grad_norm": gradient.norm().item(), "actor/lr": self.lr, "actor/skipped_steps": 0.0}
+        skipped = float(divisor == 0.0)
+        norm = {"actor/grad_norm": gradient.norm().item(), "actor/lr": self.lr, "actor/skipped_steps": skipped}
         return metrics | dict.fromkeys(extreme, 0.0) | norm
 
     def remember(self):
@@ -151,3 +154,13 @@ def test_accumulate_is_the_same_step_up_to_the_order_of_divisions(name, granular
     chunked, same = train(name, granularity, "accumulate", multiplier=multiplier, micro=micro, ranks=ranks)
     torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
     assert same == pytest.approx(metrics, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("scope", ["recompute", "pre_step", "accumulate"])
+def test_every_mini_batch_that_is_rejected_whole_is_a_skipped_step(scope, monkeypatch):
+    rejecting = {"correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}}
+    monkeypatch.setitem(CASES, "rejecting", rejecting)
+    table, metrics = train("rejecting", "mini_batch", scope, steps=1)
+    assert torch.equal(table, OverlapBackend().table)
+    assert metrics["actor/skipped_steps"] == GROUPS // 2
+    assert metrics["rollout_corr/rs_masked_fraction"] == 1.0

@@ -283,6 +283,35 @@ def test_bypass_mode_takes_the_engine_log_probs_as_the_old_ones():
     assert metrics["rollout_corr/kl"] == pytest.approx(difference)
 
 
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+@pytest.mark.parametrize("old", [True, False])
+def test_reinforce_weighs_the_advantage_by_the_policy_now_over_the_engines(level, old):
+    """Whatever log-probs were computed at the buffer's start, for rejection say."""
+    log_probs, batch = random_batch(old=old)
+    correction = Correction(level=level, high=1.5, bypass_mode=True, reinforce=True)
+    loss, grad, metrics = gradient(
+        PolicyLoss(aggregation=Aggregation(tokens=11), correction=correction), log_probs, batch
+    )
+    weights = torch.ones_like(log_probs)
+    if level:
+        log_rho = log_ratios(log_probs, batch.rollout_log_probs, batch.loss_mask)
+        weights = importance_weights(log_rho, batch.loss_mask, batch.sequences, correction)
+    expected = torch.where(batch.loss_mask, -weights * batch.advantages / 11, 0.0)
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=0)
+    assert loss == pytest.approx((expected * log_probs).sum().item())
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["actor/ppo_kl"] == pytest.approx(
+        (batch.rollout_log_probs - log_probs)[batch.loss_mask].mean().item()
+    )
+
+
+def test_reinforce_with_normalised_weights_takes_those_of_the_buffer():
+    correction = Correction(level="token", batch_normalize=True, bypass_mode=True, reinforce=True)
+    assert correction.weighs and correction.needs_whole_buffer
+    (applied,) = apply_correction([batch_with()], correction, list)
+    assert applied.weights[MASK].mean().item() == pytest.approx(1.0)
+
+
 # ---- metrics -------------------------------------------------------------------------------------------------
 
 

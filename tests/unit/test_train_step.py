@@ -13,6 +13,7 @@ from loss_batches import run_ranks
 from psrl.algorithms.kl import KLControl
 from psrl.config.algorithm import AlgorithmConfig, KLControlConfig, OverlongBufferConfig, RolloutCorrectionConfig
 from psrl.config.schema import ActorConfig, Config
+from psrl.trainer.arriving import plan_settings
 from psrl.trainer.chunks import whole
 from psrl.trainer.objective import kl_control
 from psrl.trainer.stages import needs_old_log_probs
@@ -82,6 +83,9 @@ CASES = {
     "rejection": {"correction": {"rollout_rs": "seq_mean_k1,token_k2", "rollout_rs_threshold": "0.5_2.0,0.5"}},
     "bypass": {"correction": {"bypass_mode": True}, "actor": {"ppo_mini_batch_size": 2}},
     "bypass with rejection": {"correction": {"bypass_mode": True, "rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.5}},
+    "reinforce": {
+        "correction": {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}, "actor": {"ppo_mini_batch_size": 2},
+    },
     "kl in reward, bypass": {"correction": {"bypass_mode": True}, "algorithm": {"use_kl_in_reward": True}},
 }  # fmt: skip
 
@@ -124,12 +128,20 @@ def test_no_split_changes_the_step(name):
         ("normalised weights", 1, True),
         ("rejection", 1, True),
         ("bypass with rejection", 1, True),
+        ("reinforce", 2, False),
         ("kl in reward", 1, True),
         ("kl in reward, bypass", 1, False),
     ],
 )
 def test_a_forward_pass_is_spent_only_where_a_stage_needs_it(case, updates, expected):
     assert needs_old_log_probs(make_config(**CASES[case]), updates) is expected
+
+
+@pytest.mark.parametrize(("ulysses", "row_ranks"), [(1, 1), (2, 2)])
+def test_ranks_that_share_rows_share_their_token_budget(ulysses, row_ranks):
+    config = make_config({"ulysses_sequence_parallel_size": ulysses, "ppo_max_token_len_per_gpu": 7})
+    settings = plan_settings(BigramBackend(), config)
+    assert (settings.max_tokens, settings.row_ranks) == (7, row_ranks)
 
 
 def test_a_step_by_hand():
@@ -164,7 +176,7 @@ def test_all_rejected_changes_nothing_and_is_reported():
     config = make_config(correction={"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12})
     table, metrics, _ = train(config, make_groups())
     assert torch.equal(table, BigramBackend().table.detach())
-    assert metrics["rollout_corr/rs_masked_fraction"] == 1.0
+    assert metrics["rollout_corr/rs_masked_fraction"] == metrics["actor/skipped_steps"] == 1.0
     assert all(math.isfinite(value) for value in metrics.values())
 
 

@@ -3,7 +3,6 @@
 from psrl.algorithms.advantages.base import (
     AdvantageOptions,
     Advantages,
-    AllSum,
     Estimator,
     RewardedBatch,
     SampleRewards,
@@ -26,7 +25,6 @@ __all__ = [
     "ESTIMATORS",
     "AdvantageOptions",
     "Advantages",
-    "AllSum",
     "Estimator",
     "RewardedBatch",
     "SampleRewards",

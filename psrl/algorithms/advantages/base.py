@@ -8,10 +8,8 @@ from typing import Protocol
 
 import torch
 
+from psrl.algorithms.metrics import AllSum
 from psrl.algorithms.sequences import Sequences
-
-AllSum = Callable[[Sequence[float]], list[float]]
-"""Each value added over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, AllSum, RewardedBatch, SampleRewards
+from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, RewardedBatch, SampleRewards
 from psrl.algorithms.advantages.returns import at_next_token, discounted_sums, token_rewards
 from psrl.algorithms.advantages.whitening import whiten
+from psrl.algorithms.metrics import AllSum
 from psrl.algorithms.tensors import masked
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, AllSum, RewardedBatch, SampleRewards, spread
+from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, RewardedBatch, SampleRewards, spread
 from psrl.algorithms.advantages.groups import group_statistics
+from psrl.algorithms.metrics import AllSum
 
 STD_EPS = 1e-6
 """Added to the standard deviation, so that nearly equal rewards give large but finite advantages."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, AllSum, RewardedBatch, SampleRewards
+from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, RewardedBatch, SampleRewards
 from psrl.algorithms.advantages.returns import returns_to_go
 from psrl.algorithms.advantages.whitening import whiten
+from psrl.algorithms.metrics import AllSum
 
 
 def reinforce_plus_plus(

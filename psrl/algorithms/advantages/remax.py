@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, AllSum, RewardedBatch, SampleRewards
+from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, RewardedBatch, SampleRewards
 from psrl.algorithms.advantages.returns import returns_to_go
+from psrl.algorithms.metrics import AllSum
 
 
 def remax(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, AllSum, RewardedBatch, SampleRewards, spread
+from psrl.algorithms.advantages.base import AdvantageOptions, Advantages, RewardedBatch, SampleRewards, spread
 from psrl.algorithms.advantages.groups import group_statistics
+from psrl.algorithms.metrics import AllSum
 
 
 def rloo(

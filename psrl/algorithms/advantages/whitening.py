@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from psrl.algorithms.advantages.base import AllSum, RewardedBatch
+from psrl.algorithms.advantages.base import RewardedBatch
+from psrl.algorithms.metrics import AllSum
 from psrl.algorithms.tensors import masked
 
 VARIANCE_EPS = 1e-8

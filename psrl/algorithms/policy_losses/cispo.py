@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from psrl.algorithms.policy_losses.base import Clip, PolicyTokens, TokenLosses
-from psrl.algorithms.tensors import masked
+from psrl.algorithms.tensors import possible
 
 
 def cispo(tokens: PolicyTokens, clip: Clip) -> TokenLosses:
@@ -15,5 +15,5 @@ def cispo(tokens: PolicyTokens, clip: Clip) -> TokenLosses:
     """
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
-    losses = -weight * tokens.advantages * masked(tokens.log_probs, tokens.mask)
+    losses = -weight * tokens.advantages * possible(tokens.log_probs, tokens.mask)
     return TokenLosses(losses, weight != ratio, torch.zeros_like(tokens.mask))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from psrl.algorithms.policy_losses.base import Clip, PolicyTokens, TokenLosses
 from psrl.algorithms.policy_losses.vanilla import clipped_surrogate
-from psrl.algorithms.tensors import masked
+from psrl.algorithms.tensors import possible
 
 
 def gspo(tokens: PolicyTokens, clip: Clip) -> TokenLosses:
@@ -20,6 +18,6 @@ def gspo(tokens: PolicyTokens, clip: Clip) -> TokenLosses:
     sequences, log_ratio = tokens.sequences, tokens.log_ratio.detach()
     lengths = sequences.sum(tokens.mask).clamp(min=1)
     mean = sequences.spread(sequences.sum(log_ratio) / lengths)
-    own = masked(tokens.log_probs, tokens.mask & torch.isfinite(tokens.log_probs))  # -inf - -inf would be NaN
+    own = possible(tokens.log_probs, tokens.mask)
     straight_through = own - own.detach()
     return clipped_surrogate((mean + straight_through).exp(), tokens.advantages, clip)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from psrl.algorithms.metrics import AllSum
 from psrl.algorithms.rollout_correction.rejection import accepted_tokens
 from psrl.algorithms.rollout_correction.settings import Correction
 from psrl.algorithms.rollout_correction.weights import importance_weights, log_ratios, weight_sums
 from psrl.algorithms.sequences import Sequences
-
-AllSum = Callable[[Sequence[float]], list[float]]
-"""Each value added over all ranks."""
 
 
 class Corrected(Protocol):

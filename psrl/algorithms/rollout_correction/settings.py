@@ -29,11 +29,13 @@ class Correction:
     batch_normalize: bool = False
     rules: tuple[Rule, ...] = ()
     bypass_mode: bool = False
+    reinforce: bool = False
+    """The loss of bypass mode: REINFORCE in place of a clipped ratio."""
 
     @property
     def weighs(self) -> bool:
-        """Whether weights multiply the loss. Not in bypass mode: the PPO ratio is the importance weight already."""
-        return self.level is not None and not self.bypass_mode
+        """Whether weights multiply the loss. Not in bypass mode with a ratio: that is the importance weight already."""
+        return self.level is not None and (self.reinforce or not self.bypass_mode)
 
     @property
     def needs_whole_buffer(self) -> bool:

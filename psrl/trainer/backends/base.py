@@ -74,7 +74,8 @@ class MicroBatch:
 
 LossFn = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """`loss_fn(log_probs, batch)`, or `loss_fn(log_probs, batch, entropy)` if its attribute `needs_entropy` is true; all grids are
-[rows, length]. Returns (a scalar already divided by the *global* denominator, partial metrics as in `algorithms.metrics`)."""
+[rows, length]. Returns (a scalar already divided by the *global* denominator, partial metrics as in `algorithms.metrics`). If its
+attribute `empty` is true no token of the whole optimizer step is trained, on no rank."""
 
 
 class PendingSave(Protocol):
@@ -106,9 +107,15 @@ class TrainBackend(Protocol):
         `loss_mask` is not set."""
         ...
 
+    def log_probs_of(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """`log_probs` of each: pipeline stages work on several at the same time."""
+        ...
+
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step: gradients of all micro-batches accumulated, clipped, applied. Returns the partial metrics of
-        `loss_fn` combined over micro-batches and ranks, and `actor/grad_norm`, `actor/lr`."""
+        `loss_fn` combined over micro-batches and ranks, and `actor/grad_norm`, `actor/lr`, `actor/skipped_steps`. That is 1
+        where nothing changed, not even by momentum or weight decay: with no micro-batch, with a loss that is `empty`, or with
+        a gradient that is not finite."""
         ...
 
     def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
@@ -116,7 +123,8 @@ class TrainBackend(Protocol):
         ...
 
     def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
-        """The second half: divide what waits by `divisor`, clip it and take one optimizer step; returns as `update`."""
+        """The second half: divide what waits by `divisor`, clip it and take one optimizer step; returns as `update`. A
+        `divisor` of 0 says that nothing in it was trained."""
         ...
 
     def remember(self) -> None:

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
 TokenOutputs = tuple[torch.Tensor, torch.Tensor | None]
+"""See `BackendCore._token_outputs`."""
 
 
 class BackendCore(ABC):
@@ -74,6 +74,8 @@ class BackendCore(ABC):
         self._predictors: torch.Tensor | None = None
         self._parts: list[MetricSums] = []
         """Of the micro-batches whose gradients wait for `apply_gradients`."""
+        self._met_empty = False
+        """A step without a trained token was warned about."""
         self._remembered: Remembered | None = None
         self._remembered_steps = 0
         self._save_group: dist.ProcessGroup | None = None
@@ -110,36 +112,37 @@ class BackendCore(ABC):
 
     # ---- TrainBackend ------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def log_probs(self, batch: MicroBatch) -> torch.Tensor:
         """See TrainBackend. Collective: every rank must call it equally often."""
-        return self._token_outputs(batch)[0]
+        return self.log_probs_of([batch])[0]
+
+    @torch.no_grad()
+    def log_probs_of(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """See TrainBackend. Collective."""
+        return [self._token_outputs(batch)[0] for batch in batches]
 
     def update(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> dict[str, float]:
-        """See TrainBackend. All ranks must pass equally many micro-batches. No micro-batch at all: no step is taken.
-
-        A gradient that is not finite is not applied: the step is skipped on all ranks and `actor/skipped_steps` is 1.
-        """
+        """See TrainBackend. All ranks must pass equally many micro-batches."""
         self.accumulate(batches, loss_fn)
-        return self.apply_gradients()
+        return self.apply_gradients(0.0 if getattr(loss_fn, "empty", False) else 1.0)
 
     def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
         """See TrainBackend. All ranks must pass equally many micro-batches."""
         for batch in batches:
-            log_probs, entropy = self._token_outputs(batch, getattr(loss_fn, "needs_entropy", False))
-            loss, sums = loss_fn(*((log_probs, batch) if entropy is None else (log_probs, batch, entropy)))
-            self._backward(loss)
-            self._parts.append(sums)
+            self._backward(self._loss(batch, loss_fn))
 
     def apply_gradients(self, divisor: float = 1.0) -> dict[str, float]:
         """See TrainBackend and `update`. Collective."""
         parts, self._parts = self._parts, []
         if not parts:
-            return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
+            return self._skipped()
+        if divisor == 0.0:
+            self._note_empty()
+            self._drop_gradients()
+            return self._reduce(parts) | self._skipped()
         if divisor != 1.0:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.div_(divisor)
+            for gradient in self._gradients():
+                gradient.div_(divisor)
         norm = self._clip_gradients()
         lr = self._learning_rate()
         finite = math.isfinite(norm)
@@ -147,7 +150,7 @@ class BackendCore(ABC):
             self._step(lr)
         else:
             logger.warning("gradient norm is %s after %d optimizer steps: this step is skipped", norm, self.steps)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         metrics = self._reduce(parts)
         return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(not finite)}
 
@@ -174,7 +177,7 @@ class BackendCore(ABC):
 
     def go_back(self) -> None:
         """See TrainBackend."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         self._parts = []
         if self._remembered is None or self.steps == self._remembered_steps:
             return
@@ -226,6 +229,20 @@ class BackendCore(ABC):
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
+    def _loss(self, batch: MicroBatch, loss_fn: LossFn) -> torch.Tensor:
+        """Of a micro-batch, with gradient; its partial metrics are kept."""
+        log_probs, entropy = self._token_outputs(batch, getattr(loss_fn, "needs_entropy", False))
+        loss, sums = loss_fn(*((log_probs, batch) if entropy is None else (log_probs, batch, entropy)))
+        self._parts.append(sums)
+        return loss
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """Those that wait for `apply_gradients`."""
+        return (p.grad for p in self._parameters.values() if p.grad is not None)
+
+    def _drop_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
     def _make_optimizer(self, actor: ActorConfig) -> None:
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(),
@@ -248,6 +265,18 @@ class BackendCore(ABC):
 
     def _learning_rate(self) -> float:
         return self._schedule(self.steps)
+
+    def _skipped(self) -> dict[str, float]:
+        return {"actor/grad_norm": 0.0, "actor/lr": self._learning_rate(), "actor/skipped_steps": 1.0}
+
+    def _note_empty(self) -> None:
+        if not self._met_empty:
+            self._met_empty = True
+            logger.warning(
+                "no token of an optimizer step may be trained (all are masked or rejected): it is skipped, after %d steps; "
+                "further ones are only counted (skipped_steps)",
+                self.steps,
+            )
 
     def _step(self, lr: float) -> None:
         for group in self._optimizer.param_groups:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from psrl.config.actor import ranks_of_a_row
 from psrl.config.critic import CriticConfig
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch
@@ -16,7 +17,8 @@ from psrl.trainer.backends.fsdp2 import FSDP2Backend
 
 
 class FSDP2Critic(FSDP2Backend):
-    """Value model of one trainer rank, sharded as the policy is (`actor`), with an optimizer of its own (`critic`).
+    """Value model of one trainer rank, sharded as the policy is (`actor`), with an optimizer of its own (`critic`). Whatever
+    backend the policy has: ranks that share its samples, by tensor or context parallelism, share the rows here (Ulysses).
 
     `model`: a causal language model, which this takes over; its output layer gives way to a scalar head of zeros. So all values
     are exactly 0 at first, and GAE is then the sum of later rewards, discounted by gamma x lambda. Rows may share prompts: the value of a response's
@@ -32,9 +34,10 @@ class FSDP2Critic(FSDP2Backend):
         total_steps: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        sharing = ranks_of_a_row(actor) * actor.megatron.tensor_model_parallel_size
         super().__init__(
             with_scalar_head(model),
-            replace(actor, optim=critic.optim, grad_clip=critic.grad_clip),
+            replace(actor, optim=critic.optim, grad_clip=critic.grad_clip, ulysses_sequence_parallel_size=sharing),
             temperature=1.0,
             total_steps=total_steps,
             device=device,

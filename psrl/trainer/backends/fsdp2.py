@@ -175,8 +175,6 @@ class FSDP2Backend(BackendCore):
                 module.reshard()
 
     def _step(self, lr: float) -> None:
-        if not self._host_moments:
-            return super()._step(lr)
         for parameter, moments in self._host_moments.items():
             self._optimizer.state[parameter] |= {k: m.to(self.device) for k, m in moments.items()}
         super()._step(lr)
@@ -184,7 +182,6 @@ class FSDP2Backend(BackendCore):
             for kind, host in moments.items():
                 host.copy_(self._optimizer.state[parameter][kind])
             self._optimizer.state[parameter] |= moments
-        return None
 
     def _put_moments_away(self) -> None:
         """With `optimizer_offload` Adam's moments live in host memory, for good; the step works on copies."""

@@ -17,6 +17,8 @@ from enum import Enum
 
 import torch
 
+from psrl.trainer.backends.pipeline_parallel import StageLayers, stage_layers
+
 
 class Kind(Enum):
     PLAIN = "plain"
@@ -55,14 +57,21 @@ class Rule:
     kind: Kind = Kind.PLAIN
 
 
-def rules(shape: Dense) -> list[Rule]:
-    """Every parameter once, in the model's order; a tied output layer has none of its own."""
-    found = [Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), 0, Kind.VOCABULARY)]
-    for layer in range(shape.num_layers):
-        found += _layer_rules(shape, f"decoder.layers.{layer}.", f"model.layers.{layer}.")
-    found.append(Rule("decoder.final_layernorm.weight", ("model.norm.weight",), None))
-    if not shape.tied:
-        found.append(Rule("output_layer.weight", ("lm_head.weight",), 0, Kind.VOCABULARY))
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def rules(shape: Dense, stage: StageLayers | None = None) -> list[Rule]:
+    """Every parameter of a stage (None: of the whole model) once, in the model's order. A tied output layer has none of its own,
+    except where the embedding is on another stage: then it is a copy of that."""
+    stage = stage or stage_layers(shape.num_layers, 0, 1)
+    embedding = ("model.embed_tokens.weight",)
+    found = [Rule(EMBEDDING, embedding, 0, Kind.VOCABULARY)] if stage.is_first else []
+    for place, layer in enumerate(stage.layers):
+        found += _layer_rules(shape, f"decoder.layers.{place}.", f"model.layers.{layer}.")
+    if stage.is_last:
+        found.append(Rule("decoder.final_layernorm.weight", ("model.norm.weight",), None))
+        if not (shape.tied and stage.is_first):
+            found.append(Rule(OUTPUT, embedding if shape.tied else ("lm_head.weight",), 0, Kind.VOCABULARY))
     return found
 
 

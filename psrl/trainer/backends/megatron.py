@@ -1,24 +1,22 @@
-"""TrainBackend on Megatron-core: tensor parallelism inside, data parallelism around it, on CPU (gloo) or CUDA (nccl).
+"""TrainBackend on Megatron-core: tensor, pipeline, context and data parallelism, on CPU (gloo) or CUDA (nccl).
 
-Megatron's own data-parallel wrapper and distributed optimizer need CUDA. The layers come from Megatron; gradients are added
-over data-parallel ranks here, and AdamW steps float32 weights, which the layers see in the compute dtype. Everything that
-leaves the backend (published weights, checkpoints) has Hugging Face names and shapes.
+The layers come from Megatron, whose own data-parallel wrapper, distributed optimizer and pipeline need CUDA. Gradients are added
+over the ranks that hold the same parameters here, and AdamW steps weights in the model's dtype, which the layers see in the
+compute dtype. Everything that leaves the backend (published weights, checkpoints) has Hugging Face names and shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from psrl.config.schema import ActorConfig
-from psrl.trainer.backends.base import MicroBatch, WeightShard
+from psrl.trainer.backends.base import LossFn, MicroBatch, WeightShard
 from psrl.trainer.backends.core import (
     BackendCore,
     TokenOutputs,
@@ -26,27 +24,31 @@ from psrl.trainer.backends.core import (
     ensure_process_group,
     grid_of,
     predictors_of,
-    row_range,
     shared_mask,
 )
-from psrl.trainer.backends.hf_mapping import Kind, Rule, join_local, split_local
-from psrl.trainer.backends.megatron_model import (
-    SIZE_KEY,
-    build_gpt_model,
-    dense_shape,
-    init_model_parallel,
-    local_weights,
-    parallel_state,
+from psrl.trainer.backends.hf_mapping import EMBEDDING, OUTPUT
+from psrl.trainer.backends.megatron_layout import PREFIX, Layout, init_layout
+from psrl.trainer.backends.megatron_model import build_gpt_model, dense_shape, local_weights
+from psrl.trainer.backends.megatron_weights import OutsideWeights
+from psrl.trainer.backends.owners import Owners, Replicas, Tied, deal
+from psrl.trainer.backends.pipeline_parallel import (
+    Link,
+    Shape,
+    StageLayers,
+    forward_only,
+    one_forward_one_backward,
+    stage_layers,
 )
+from psrl.trainer.backends.ulysses import SharedRows
 from psrl.trainer.backends.vocab_parallel import VocabularyPart, part_entropies, part_log_probs
 
 
 class MegatronBackend(BackendCore):
     """Policy model, optimizer and learning-rate schedule of one trainer rank.
 
-    `model` must be the same on every rank; each keeps its tensor-parallel part of it. ValueError, one sentence, for a model
-    that is no dense Llama, Qwen2 or Qwen3, or that the ranks cannot share evenly. Not `trainable`: frozen, without an optimizer,
-    for `log_probs` only. The model stays in eval mode.
+    `model` must be the same on every rank; each keeps its part of it. ValueError, one sentence, for a model that is no dense
+    Llama, Qwen2 or Qwen3, or that the ranks cannot share evenly. Not `trainable`: frozen, without an optimizer, for
+    `log_probs` only. The model stays in eval mode.
     """
 
     def __init__(
@@ -59,97 +61,135 @@ class MegatronBackend(BackendCore):
         trainable: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        device = torch.device(device)
-        size = actor.megatron.tensor_model_parallel_size
-        shape = dense_shape(model.config, size)
-        dtype = compute_dtype(actor.mixed_precision)
+        device, settings = torch.device(device), actor.megatron
+        shape, dtype = dense_shape(model.config, settings), compute_dtype(actor.mixed_precision)
         ensure_process_group(device)
-        if dist.get_world_size() % size:
-            raise ValueError(f"{SIZE_KEY}={size} does not divide the {dist.get_world_size()} trainer ranks")
-        init_model_parallel(size)
+        layout = init_layout(settings, device)
         super().__init__(
             actor,
             temperature=temperature,
             total_steps=total_steps,
             device=device,
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            dp_group=parallel_state.get_data_parallel_group(),
+            dp_rank=layout.data.rank,
+            dp_size=layout.data.size,
+            dp_group=layout.data.group,
         )
         self.hidden_size = int(model.config.hidden_size)
         self.can_share_prompts = True
-        self._shape, self._tp_size = shape, size
-        self._tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._tp_group = parallel_state.get_tensor_model_parallel_group()
-        self._mesh: DeviceMesh | None = None
-        if self.world_size > 1:
-            self._mesh = init_device_mesh(device.type, (self.dp_size, size), mesh_dim_names=("dp", "tp"))
-        self._model = build_gpt_model(model, shape, size, dtype).to(device)
-        self._model.output_layer.register_forward_pre_hook(self._keep_predictors)
+        self._shape, self._layout, self._tensor = shape, layout, layout.tensor
+        self._stage = stage_layers(shape.num_layers, layout.pipeline.rank, layout.pipeline.size)
+        self._link = Link(layout.pipeline.group, device, dtype) if layout.pipeline.size > 1 else None
+        self._model = build_gpt_model(model, shape, self._stage, self._tensor.size, dtype).to(device)
+        self._rows = SharedRows(layout.context.group) if layout.context.size > 1 else None
+        for layer in self._model.decoder.layers:
+            layer.self_attention.core_attention.rows = self._rows
+        if self._stage.is_last:
+            self._model.output_layer.register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(self._model.decoder.layers)
-        self._rules: dict[str, Rule] = {}
-        self._take_weights(model)
+        self._seen = dict(self._model.named_parameters())
+        """What the layers compute with."""
+        self._sums: dict[str, torch.Tensor] = {}
+        """Gradients of those that are stepped in another dtype."""
+        self._dtype = model.dtype
+        self._owners = _owners(
+            layout, self._seen, _tied(layout, self._stage) if shape.tied else None, settings.use_distributed_optimizer
+        )
+        self._take_weights(model, trainable)
         if trainable:
-            self._own_weights(model)
             self._make_optimizer(actor)
         else:
             self._model.requires_grad_(False)
 
+    def _take_weights(self, source: PreTrainedModel, trainable: bool) -> None:
+        """Copy this rank's part of the source into the layers. Where they compute in another dtype than the source's, the optimizer
+        has weights of its own in that one, and gradients of micro-batches are added in it."""
+        weights = local_weights(source, self._model, self._shape, self._stage, self._tensor)
+        for name, seen in self._seen.items():
+            _, weight = weights[name]
+            with torch.no_grad():
+                seen.copy_(weight)
+            other = trainable and seen.dtype != weight.dtype
+            if other:
+                seen.register_post_accumulate_grad_hook(partial(_add_gradient, self._sums, name, weight.dtype))
+            if self._owners.owns(name):
+                own = weight.to(self.device, copy=True).requires_grad_() if other else seen
+                self._parameters[name] = own
+        self._outside = OutsideWeights(
+            {name: tuple(parameter.shape) for name, parameter in source.named_parameters()},
+            {name: rule for name, (rule, _) in weights.items()},
+            self._shape,
+            self._layout,
+            self._owners.replicas,
+        )
+
     def weight_shards(self) -> Iterator[WeightShard]:
-        """See TrainBackend. Collective. What several ranks hold alike is published once, each a part of the rows."""
-        for name, parameter in self._parameters.items():
-            rule = self._rules[name]
-            for hf, part in zip(rule.hugging_face, self._split(rule, parameter.detach()), strict=True):
-                full = self._full_shape(rule, part)
-                start, rows, holders, holder = self._rows(rule, part)
-                first, end = row_range(len(rows), holder, holders)
-                yield WeightShard(name=hf, full_shape=full, row_start=start + first, local=rows[first:end])
-
-    def _rows(self, rule: Rule, part: torch.Tensor) -> tuple[int, torch.Tensor, int, int]:
-        """(first row, rows, ranks that have them, place among these). Columns are exchanged for rows, not gathered."""
-        if rule.dim is None:
-            return 0, part, self.world_size, self.rank
-        if rule.dim == 1:
-            part = self._columns_to_rows(part)
-        return self._tp_rank * self._most_rows(rule, part), part, self.dp_size, self.dp_rank
-
-    def _most_rows(self, rule: Rule, part: torch.Tensor) -> int:
-        """Rows of every rank but the last of the vocabulary's."""
-        return -(-self._shape.vocab_size // self._tp_size) if rule.kind is Kind.VOCABULARY else len(part)
-
-    def _columns_to_rows(self, part: torch.Tensor) -> torch.Tensor:
-        """[rows, columns / n] of each of n ranks -> [rows / n, columns]."""
-        if self._tp_size == 1:
-            return part
-        received = torch.empty_like(part, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, part.contiguous(), group=self._tp_group)
-        return received.view(self._tp_size, -1, part.shape[1]).transpose(0, 1).flatten(1)
+        """See TrainBackend. Collective."""
+        return self._outside.shards(self._parameters)
 
     # ---- log-probs ---------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def log_probs_of(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """See TrainBackend. The stages work on different micro-batches at the same time; the last one tells the others."""
+        if self._link is None:
+            return super().log_probs_of(batches)
+
+        def run(number: int, received: torch.Tensor | None) -> torch.Tensor:
+            self._model.set_input_tensor(received)
+            if self._stage.is_last:
+                return self._token_outputs(batches[number])[0].contiguous()
+            return self._hidden(batches[number])
+
+        outputs = forward_only(self._link, self._hidden_shapes(batches), run)
+        if not self._stage.is_last:
+            outputs = [torch.empty(b.input_ids.shape, dtype=torch.float32, device=self.device) for b in batches]
+        return [self._link.from_last(grid) for grid in outputs]
+
     def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> TokenOutputs:
         """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
+        rows, length = batch.input_ids.shape
+        batch = batch if self._rows is None else self._rows.enter(batch)
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
-        places, rows = predictors_of(batch, targets), len(batch.input_ids)
-        length = batch.input_ids.shape[1]
-        self._predictors = places % length * rows + places // length  # Megatron's order is [length, rows]
-        self._model.rotary_pos_emb.positions = batch.layout.positions if batch.layout else None
-        try:
-            logits = self._model(batch.input_ids, None, shared_mask(batch.layout))[0]
-        finally:
-            self._predictors = self._model.rotary_pos_emb.positions = None
-        start = self._tp_rank * logits.shape[-1]
-        part = VocabularyPart(start, self._tp_group) if self._tp_size > 1 else None
+        places, width = predictors_of(batch, targets), batch.input_ids.shape[1]
+        if self._rows is not None:
+            inside, places = self._rows.mine(places, width)
+            targets, width = targets[inside], width // self._rows.size
+        self._predictors = places % width * rows + places // width  # Megatron's order is [length, rows]
+        logits = self._run(batch)[0]
+        start = self._tensor.rank * logits.shape[-1]
+        part = VocabularyPart(start, self._tensor.group) if self._tensor.size > 1 else None
         logits = logits[:, : max(0, self._shape.vocab_size - start)]  # without the padding of the vocabulary
 
         def grid(values: torch.Tensor) -> torch.Tensor:
-            return grid_of(values, targets, batch.input_ids.shape)
+            whole = grid_of(values, targets, batch.input_ids.shape)
+            return whole if self._rows is None else self._rows.leave(whole, length)
 
-        log_probs = part_log_probs(
-            logits, batch.input_ids.flatten()[targets], self.temperature, part, fused=self._fused
-        )
+        tokens = batch.input_ids.flatten()[targets]
+        log_probs = part_log_probs(logits, tokens, self.temperature, part, fused=self._fused)
         return grid(log_probs), grid(part_entropies(logits, self.temperature, part)) if entropy else None
+
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """[length, rows, hidden] behind a stage that is not the last."""
+        return self._run(batch if self._rows is None else self._rows.enter(batch))
+
+    def _run(self, batch: MicroBatch) -> torch.Tensor:
+        """What this rank's stage makes of its part of the rows."""
+        ids, positions = batch.input_ids, batch.layout.positions if batch.layout else None
+        if self._rows is not None:
+            ids, positions = self._rows.part(batch)
+        self._model.rotary_pos_emb.positions = positions
+        try:
+            result: torch.Tensor = self._model(ids, None, shared_mask(batch.layout))
+            return result
+        finally:
+            self._predictors = self._model.rotary_pos_emb.positions = None
+            self._model.set_input_tensor(None)
+
+    def _hidden_shapes(self, batches: Sequence[MicroBatch]) -> list[Shape]:
+        """Of what goes from stage to stage."""
+        sharing = self._layout.context.size
+        return [(-(-b.input_ids.shape[1] // sharing), b.input_ids.shape[0], self.hidden_size) for b in batches]
 
     def _keep_predictors(self, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Before the output layer: [length, rows, hidden] -> [n, 1, hidden] at the places that predict the n targets."""
@@ -158,91 +198,112 @@ class MegatronBackend(BackendCore):
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
-    def _take_weights(self, source: PreTrainedModel) -> None:
-        """Copy this rank's part of the source into the layers."""
-        weights = local_weights(source, self._model, self._shape, self._tp_rank, self._tp_size)
-        for name, seen in self._model.named_parameters():
-            self._rules[name], weight = weights[name]
-            self._parameters[name] = seen
-            with torch.no_grad():
-                seen.copy_(weight)
+    def accumulate(self, batches: Sequence[MicroBatch], loss_fn: LossFn) -> None:
+        """See TrainBackend. Only the last stage has losses and their metrics."""
+        if self._link is None:
+            return super().accumulate(batches, loss_fn)
 
-    def _own_weights(self, source: PreTrainedModel) -> None:
-        """Where the layers compute in another dtype than the source's, the optimizer has weights of its own in that one, and
-        gradients of micro-batches are added in it."""
-        weights = local_weights(source, self._model, self._shape, self._tp_rank, self._tp_size)
-        for name, seen in self._model.named_parameters():
-            _, weight = weights[name]
-            if seen.dtype != weight.dtype:
-                self._parameters[name] = own = weight.detach().clone().to(self.device).requires_grad_()
-                seen.register_post_accumulate_grad_hook(partial(_move_gradient, own))
+        def run(number: int, received: torch.Tensor | None) -> torch.Tensor:
+            self._model.set_input_tensor(received)
+            if self._stage.is_last:
+                return self._loss(batches[number], loss_fn)
+            self._parts.append({})
+            return self._hidden(batches[number])
+
+        return one_forward_one_backward(self._link, self._hidden_shapes(batches), run)
 
     def _backward(self, loss: torch.Tensor) -> None:
         loss.backward()
 
+    def _reduce(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        metrics = super()._reduce(parts) if self._stage.is_last else {}
+        return metrics if self._link is None else self._link.metrics_from_last(metrics)
+
+    def _gradient(self, name: str) -> torch.Tensor | None:
+        return self._sums.get(name, self._seen[name].grad)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        return (gradient for name in self._seen if (gradient := self._gradient(name)) is not None)
+
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._sums.clear()
+        for seen in self._seen.values():
+            seen.grad = None
+
     def _clip_gradients(self) -> float:
-        """Heads of one rank only give each q and k norm its gradient there: these are added over tensor-parallel ranks,
-        all others over data-parallel ones. A tensor that every rank has whole counts once in the norm."""
+        """Gradients are added where they are stepped. Heads of one rank only give each q and k norm its gradient there: these are
+        added over tensor-parallel ranks too. A tensor that several ranks have whole counts once in the norm."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for name, parameter in self._parameters.items():
-            gradient = parameter.grad
+        for name in self._seen:
+            gradient = self._gradient(name)
             assert gradient is not None
-            if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and self._tp_size > 1:
-                dist.all_reduce(gradient, group=self._tp_group)
-            if self.dp_size > 1:
-                dist.all_reduce(gradient, group=self._dp_group)
-            squares[int(self._rules[name].dim is None)] += gradient.double().square().sum()
-        if self._tp_size > 1:
-            dist.all_reduce(squares[:1], group=self._tp_group)
+            if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and self._tensor.size > 1:
+                dist.all_reduce(gradient, group=self._tensor.group)
+            self._owners.add_gradients(name, gradient)
+            if name in self._parameters:
+                self._parameters[name].grad = gradient
+                whole = int(self._outside.is_whole(name))
+                squares[whole] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        if self._tensor.size > 1:
+            dist.all_reduce(squares[:1], group=self._tensor.group)
+        if self._owners.replicas.owners is not None:
+            dist.all_reduce(squares, group=self._owners.replicas.group)
+        if self._link is not None:
+            dist.all_reduce(squares, group=self._link.group)
         norm = squares.sum().sqrt()
         torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._grad_clip, norm.float())
         return float(norm)
 
+    @torch.no_grad()
     def _weights_changed(self) -> None:
-        for name, seen in self._model.named_parameters():
-            if seen is not self._parameters[name]:
-                with torch.no_grad():
-                    seen.copy_(self._parameters[name])
+        """From those that step them to all that see them. Collective."""
+        for name, seen in self._seen.items():
+            own = self._parameters.get(name)
+            if own is not None and own is not seen:
+                seen.copy_(own)
+            self._owners.spread_weight(name, seen)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
+    def checkpoint_bytes(self) -> int:
+        return 3 * self._outside.num_parameters() * self._dtype.itemsize
+
     def _tensors(self, kind: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            f"{kind}.{hf}": self._distributed(rule, part)
-            for name, rule in self._rules.items()
-            for hf, part in zip(rule.hugging_face, self._split(rule, values[name].detach()), strict=True)
-        }
+        return self._outside.tensors(kind, values)
 
     def _restore(self, kind: str, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-        for name, rule in self._rules.items():
-            parts = [state[f"{kind}.{hf}"] for hf in rule.hugging_face]
-            local = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
-            values[name].copy_(join_local(rule, local, self._shape, self._tp_size))
-
-    def _split(self, rule: Rule, local: torch.Tensor) -> list[torch.Tensor]:
-        return split_local(rule, local, self._shape, self._tp_rank, self._tp_size)
-
-    def _full_shape(self, rule: Rule, part: torch.Tensor) -> tuple[int, ...]:
-        if rule.kind is Kind.VOCABULARY:
-            return (self._shape.vocab_size, *part.shape[1:])
-        return tuple(n * self._tp_size if i == rule.dim else n for i, n in enumerate(part.shape))
-
-    def _distributed(self, rule: Rule, part: torch.Tensor) -> torch.Tensor:
-        if self._mesh is None:
-            return part
-        full = torch.Size(self._full_shape(rule, part))
-        stride = torch.empty(full, device="meta").stride()
-        placements = [Replicate(), Replicate() if rule.dim is None else Shard(rule.dim)]
-        return DTensor.from_local(part.contiguous(), self._mesh, placements, run_check=False, shape=full, stride=stride)
+        self._outside.restore(kind, state, values)
 
 
-def _move_gradient(own: torch.Tensor, seen: torch.Tensor) -> None:
-    """Add the gradient of the layers' copy to that of the optimizer's weight."""
+def _owners(layout: Layout, seen: Mapping[str, torch.Tensor], tied: Tied | None, distributed: bool) -> Owners:
+    place = layout.replicas
+    copied = tied.name if tied is not None and tied.is_copy else None
+    sizes = {name: weight.numel() for name, weight in seen.items() if name != copied}
+    if not distributed or place.size == 1:
+        return Owners(Replicas(place.group, place.rank, place.size, None), tied)
+    if place.size > len(sizes):
+        raise ValueError(
+            f"{PREFIX}use_distributed_optimizer=True deals {len(sizes)} parameters to {place.size} ranks: set it to False for so "
+            "small a model"
+        )
+    return Owners(Replicas(place.group, place.rank, place.size, deal(sizes, place.size)), tied)
+
+
+def _tied(layout: Layout, stage: StageLayers) -> Tied | None:
+    """Of a model whose output layer is its embedding; None unless they are on two stages, of which this is one."""
+    if stage.size == 1 or layout.embedding is None or not (stage.is_first or stage.is_last):
+        return None
+    return Tied(layout.embedding, EMBEDDING if stage.is_first else OUTPUT, is_copy=stage.is_last)
+
+
+def _add_gradient(sums: dict[str, torch.Tensor], name: str, dtype: torch.dtype, seen: torch.Tensor) -> None:
+    """Add the gradient of the layers' copy to the sum in the optimizer's dtype."""
     assert seen.grad is not None
-    if own.grad is None:
-        own.grad = seen.grad.to(own.dtype)
+    if name in sums:
+        sums[name] += seen.grad
     else:
-        own.grad += seen.grad
+        sums[name] = seen.grad.to(dtype)
     seen.grad = None
 
 

@@ -15,23 +15,25 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 with warnings.catch_warnings():  # without Apex and TransformerEngine it says so at length, and works
     warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
 from psrl.config.backend_checks import MEGATRON_MODELS
+from psrl.config.megatron import MegatronConfig
 from psrl.trainer.backends.hf_mapping import Dense, Rule, block, join_local, padded_vocabulary, rules
+from psrl.trainer.backends.megatron_layout import PREFIX, Place
+from psrl.trainer.backends.pipeline_parallel import StageLayers
+from psrl.trainer.backends.ulysses import SharedRows
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length and that leave the attention scores alone."""
-SIZE_KEY = "train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
 LocalWeights = dict[str, tuple[Rule, torch.Tensor]]
 OTHER = "use train_actor_rollout_ref.actor.strategy=fsdp2"
 
 
-def dense_shape(config: PretrainedConfig, size: int) -> Dense:
-    """The sizes of a Hugging Face model for `size` tensor-parallel ranks; ValueError, one sentence, for what cannot be."""
+def dense_shape(config: PretrainedConfig, settings: MegatronConfig) -> Dense:
+    """The sizes of a Hugging Face model that ranks can share as `settings` say; ValueError, one sentence, for what cannot be."""
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     bias = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -49,9 +51,22 @@ def dense_shape(config: PretrainedConfig, size: int) -> Dense:
         "hidden size": config.hidden_size,
         "feed-forward size": config.intermediate_size,
     }
+    size, context = settings.tensor_model_parallel_size, settings.context_parallel_size
     for what, number in divided.items():
         if number % size:
-            raise ValueError(f"{SIZE_KEY}={size} does not divide the model's {what} ({number}): choose a divisor")
+            raise ValueError(
+                f"{PREFIX}tensor_model_parallel_size={size} does not divide the model's {what} ({number}): choose a divisor"
+            )
+    if config.num_attention_heads // size % context:
+        raise ValueError(
+            f"{PREFIX}context_parallel_size={context} does not divide the {config.num_attention_heads // size} attention heads of "
+            "each tensor-parallel rank: choose a divisor"
+        )
+    if settings.pipeline_model_parallel_size > config.num_hidden_layers:
+        raise ValueError(
+            f"{PREFIX}pipeline_model_parallel_size={settings.pipeline_model_parallel_size} is more than the model's "
+            f"{config.num_hidden_layers} layers: use fewer stages"
+        )
     return Dense(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
@@ -64,16 +79,21 @@ def dense_shape(config: PretrainedConfig, size: int) -> Dense:
     )
 
 
-def build_gpt_model(source: PreTrainedModel, shape: Dense, size: int, dtype: torch.dtype) -> GPTModel:
-    """An uninitialised model of `size` tensor-parallel ranks; `local_weights` fill it. Needs Megatron's process groups."""
+def build_gpt_model(
+    source: PreTrainedModel, shape: Dense, stage: StageLayers, size: int, dtype: torch.dtype
+) -> GPTModel:
+    """An uninitialised stage of a model of `size` tensor-parallel ranks; `local_weights` fill it. Needs Megatron's process groups.
+    To Megatron it is a model of its own with fewer layers, so that any number of layers may be dealt to the stages."""
     config = source.config
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = SDPAttention
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is deprecated in Megatron's own calls
         model = GPTModel(
-            _transformer_config(config, shape, size, dtype),
+            _transformer_config(config, shape, len(stage.layers), size, dtype),
             spec,
+            pre_process=stage.is_first,
+            post_process=stage.is_last,
             vocab_size=padded_vocabulary(shape.vocab_size, size),
             max_sequence_length=config.max_position_embeddings,
             share_embeddings_and_output_weights=shape.tied,
@@ -84,35 +104,31 @@ def build_gpt_model(source: PreTrainedModel, shape: Dense, size: int, dtype: tor
     return model
 
 
-def local_weights(source: PreTrainedModel, model: GPTModel, shape: Dense, rank: int, size: int) -> LocalWeights:
-    """This rank's part of `source` for each parameter of `model`, with its rule, in the model's order. Tensors may be views
-    of the source's. ValueError if the two models have different tensors."""
+def local_weights(
+    source: PreTrainedModel, model: GPTModel, shape: Dense, stage: StageLayers, tensor: Place
+) -> LocalWeights:
+    """This rank's part of `source` for each parameter of its stage `model`, with its rule, in the model's order. Tensors may be
+    views of the source's. ValueError if the two models have different tensors."""
     theirs = dict(source.named_parameters())
     ours = [name for name, _ in model.named_parameters()]
-    found = {rule.megatron: rule for rule in rules(shape)}
-    covered = {name for rule in found.values() for name in rule.hugging_face}
+    found = {rule.megatron: rule for rule in rules(shape, stage)}
+    covered = {name for rule in rules(shape) for name in rule.hugging_face}
     if found.keys() != set(ours) or covered != theirs.keys():
         different = sorted((found.keys() ^ set(ours)) | (covered ^ theirs.keys()))
         raise ValueError(f"{type(source).__name__} has tensors that the megatron backend does not map: {different[:3]}")
 
     def part(rule: Rule) -> torch.Tensor:
-        blocks = [block(theirs[name].detach(), rule.dim, rank, size) for name in rule.hugging_face]
-        return join_local(rule, blocks, shape, size)
+        blocks = [block(theirs[name].detach(), rule.dim, tensor.rank, tensor.size) for name in rule.hugging_face]
+        return join_local(rule, blocks, shape, tensor.size)
 
     return {name: (found[name], part(found[name])) for name in ours}
 
 
-def init_model_parallel(size: int) -> None:
-    """Megatron's process groups. They are global to a process; a second model must ask for the same size."""
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-    elif parallel_state.get_tensor_model_parallel_world_size() != size:
-        raise ValueError(f"{SIZE_KEY}={size}, but another model of this process has another tensor-parallel size")
-
-
-def _transformer_config(config: PretrainedConfig, shape: Dense, size: int, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(
+    config: PretrainedConfig, shape: Dense, num_layers: int, size: int, dtype: torch.dtype
+) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=shape.num_layers,
+        num_layers=num_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.intermediate_size,
         num_attention_heads=shape.num_heads,
@@ -149,9 +165,10 @@ class Rotary(torch.nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.positions: torch.Tensor | None = None
 
-    def get_rotary_seq_len(self, _context: Any, _transformer: Any, hidden: torch.Tensor, *_: Any) -> int:
-        """Megatron asks for the length first: hidden states are [length, rows, hidden]."""
-        return hidden.size(0)
+    def get_rotary_seq_len(self, _context: Any, transformer: Any, hidden: torch.Tensor | None, *_: Any) -> int:
+        """Megatron asks for the length first: hidden states are [length, rows, hidden], those of another stage are put down at
+        the transformer."""
+        return (transformer.input_tensor if hidden is None else hidden).size(0)
 
     def forward(self, length: int, **_: Any) -> torch.Tensor:
         """float32 [length, 1 or rows, 1, head_dim]."""
@@ -164,17 +181,21 @@ class Rotary(torch.nn.Module):
 
 
 class SDPAttention(torch.nn.Module):
-    """PyTorch's attention kernel in Megatron's layout: causal, or with a mask bool [rows, 1, length, length]."""
+    """PyTorch's attention kernel in Megatron's layout: causal, or with a mask bool [rows, 1, length, length]. `rows`: set
+    where ranks share rows, which attention needs whole."""
 
     def __init__(self, *, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
+        self.rows: SharedRows | None = None
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **_: Any
     ) -> torch.Tensor:
         """query [length, rows, heads, d], key and value with fewer heads -> [length, rows, heads x d]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.rows is not None:
+            return self.rows.attention(q, k, v, mask, self.scale).transpose(0, 1).flatten(2)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )

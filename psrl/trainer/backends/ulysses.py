@@ -23,47 +23,38 @@ SIZE_KEY = "train_actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 _numbers = itertools.count()
 
 
-class Ulysses:
-    """The ranks of `group` share every row of a model whose attention is full and goes through PyTorch's kernel."""
+class SharedRows:
+    """The ranks of `group` share every row. `attention` stands where the model's own would be, over all of a row."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._mask: torch.Tensor | None = None
-        heads = model.config.num_attention_heads
-        if heads % self.size:
-            raise ValueError(f"{SIZE_KEY}={self.size} does not divide the model's attention heads ({heads})")
-        name = f"psrl_ulysses_{next(_numbers)}"
-        AttentionInterface.register(name, self._attention)
-        model.config._attn_implementation = name
 
     def enter(self, batch: MicroBatch) -> MicroBatch:
-        """The batch with rows of a length that the ranks can share: padded on the right, where nothing looks. Its mask stays
-        here, for attention; the model gets this rank's columns only (`columns`)."""
+        """The batch with rows of a length that the ranks can share: padded on the right, where nothing looks. Attention gets its
+        mask; the model gets this rank's columns only (`part`)."""
         missing = -batch.input_ids.shape[1] % self.size
-        padded = batch
-        if missing:
-            layout = batch.layout and SharedLayout(
-                F.pad(batch.layout.positions, (0, missing)),
-                F.pad(batch.layout.segments, (0, missing), value=-1),
-                F.pad(batch.layout.predictors, (0, missing)),
-            )
-            padded = dataclasses.replace(
-                batch,
-                input_ids=F.pad(batch.input_ids, (0, missing)),
-                loss_mask=F.pad(batch.loss_mask, (0, missing)),
-                layout=layout,
-            )
-        self._mask = shared_mask(padded.layout)
-        return padded
+        if not missing:
+            return batch
+        layout = batch.layout and SharedLayout(
+            F.pad(batch.layout.positions, (0, missing)),
+            F.pad(batch.layout.segments, (0, missing), value=-1),
+            F.pad(batch.layout.predictors, (0, missing)),
+        )
+        return dataclasses.replace(
+            batch,
+            input_ids=F.pad(batch.input_ids, (0, missing)),
+            loss_mask=F.pad(batch.loss_mask, (0, missing)),
+            layout=layout,
+        )
 
-    def inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """What the model is called with: this rank's columns of a batch that has entered, and their positions."""
+    def part(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's columns of a batch that has entered: (tokens, their positions), each [rows, part]."""
         rows, length = batch.input_ids.shape
         positions = torch.arange(length, device=batch.input_ids.device).expand(rows, length)
         if batch.layout is not None:
             positions = batch.layout.positions
-        return {"input_ids": self._columns(batch.input_ids), "position_ids": self._columns(positions)}
+        return self._columns(batch.input_ids), self._columns(positions)
 
     def mine(self, places: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of the flat `places` [n] of rows of `length` lie in this rank's columns (bool [n]), and where there."""
@@ -81,7 +72,49 @@ class Ulysses:
     def _columns(self, grid: torch.Tensor) -> torch.Tensor:
         return grid.chunk(self.size, dim=1)[self.rank]
 
-    def _attention(
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """[rows, heads, part, d] each, key and value with fewer heads -> [rows, part, heads, d]. `mask`: of whole rows."""
+        if key.shape[1] % self.size:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        q, k, v = (self._exchange(x, 1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return self._exchange(out, 2, 1).transpose(1, 2)
+
+    def _exchange(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
+        result: torch.Tensor = _Exchange.apply(x, scattered, gathered, self.group)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Ulysses(SharedRows):
+    """... of a Hugging Face model whose attention is full and goes through PyTorch's kernel."""
+
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        heads = model.config.num_attention_heads
+        if heads % self.size:
+            raise ValueError(f"{SIZE_KEY}={self.size} does not divide the model's attention heads ({heads})")
+        self._mask: torch.Tensor | None = None
+        name = f"psrl_ulysses_{next(_numbers)}"
+        AttentionInterface.register(name, self._of_layer)
+        model.config._attn_implementation = name
+
+    def inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """What the model is called with. The mask stays here: it is one of whole rows."""
+        self._mask = shared_mask(batch.layout)
+        ids, positions = self.part(batch)
+        return {"input_ids": ids, "position_ids": positions}
+
+    def _of_layer(
         self,
         _module: torch.nn.Module,
         query: torch.Tensor,
@@ -91,20 +124,8 @@ class Ulysses:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Called by the model's layers: [rows, heads, part, d] each -> [rows, part, heads, d]."""
-        if key.shape[1] % self.size:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        q, k, v = (self._exchange(x, 1, 2) for x in (query, key, value))
-        mask = self._mask
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self._exchange(out, 2, 1).transpose(1, 2), None
-
-    def _exchange(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
-        result: torch.Tensor = _Exchange.apply(x, scattered, gathered, self.group)  # type: ignore[no-untyped-call]
-        return result
+        """Called by the model's layers."""
+        return self.attention(query, key, value, self._mask, scaling), None
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,0 +1,79 @@
+"""How the trainer ranks share a model under Megatron: its process groups, and this rank's place in each."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+with warnings.catch_warnings():  # without Apex and TransformerEngine it says so at length, and works
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+
+from psrl.config.megatron import MegatronConfig
+
+PREFIX = "train_actor_rollout_ref.actor.megatron."
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank among those of one kind of parallelism."""
+
+    group: dist.ProcessGroup
+
+    @cached_property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @cached_property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`tensor` ranks share each layer's matrices, `pipeline` ranks the layers, `context` ranks each row, `data` ranks the samples.
+    `replicas` have the same parameters: data x context. `embedding`: the first and the last stage, None between them.
+    `mesh` has the dimensions pipeline, replicas, tensor; None for a single rank."""
+
+    tensor: Place
+    pipeline: Place
+    context: Place
+    data: Place
+    replicas: Place
+    embedding: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+
+
+def init_layout(settings: MegatronConfig, device: torch.device) -> Layout:
+    """Megatron's process groups. They are global to a process: a second model must ask for the same sizes. ValueError for sizes
+    whose product does not divide the ranks."""
+    sizes = {
+        name: getattr(settings, name)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    }
+    tensor, stages, context = sizes.values()
+    ranks, asked = dist.get_world_size(), " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if ranks % (tensor * stages * context):
+        raise ValueError(f"{PREFIX}{asked} does not divide the {ranks} trainer ranks")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            **sizes, expert_model_parallel_size=settings.expert_model_parallel_size
+        )
+    shape, names = (stages, ranks // tensor // stages, tensor), ("pipeline", "replicas", "tensor")
+    layout = Layout(
+        tensor=Place(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=Place(parallel_state.get_pipeline_model_parallel_group()),
+        context=Place(parallel_state.get_context_parallel_group()),
+        data=Place(parallel_state.get_data_parallel_group()),
+        replicas=Place(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        embedding=parallel_state.get_embedding_group(check_initialized=False),
+        mesh=init_device_mesh(device.type, shape, mesh_dim_names=names) if ranks > 1 else None,
+    )
+    if (layout.tensor.size, layout.pipeline.size, layout.context.size) != (tensor, stages, context):
+        raise ValueError(f"{PREFIX}{asked}, but another model of this process has other sizes")
+    return layout

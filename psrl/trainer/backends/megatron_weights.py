@@ -1,0 +1,107 @@
+"""What leaves a Megatron rank and comes back to it: published rows and checkpoints, under Hugging Face names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from psrl.trainer.backends.base import WeightShard
+from psrl.trainer.backends.core import row_range
+from psrl.trainer.backends.hf_mapping import Dense, Kind, Rule, join_local, split_local
+from psrl.trainer.backends.megatron_layout import Layout
+from psrl.trainer.backends.owners import Replicas
+
+
+class OutsideWeights:
+    """`shapes`: of all tensors of the model, by Hugging Face name. `rules`: of this rank's parameters, by their name. What they
+    are called with are tensors by parameter name, only of those that this rank steps: others answer for the rest."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        rules: Mapping[str, Rule],
+        shape: Dense,
+        layout: Layout,
+        replicas: Replicas,
+    ) -> None:
+        self.shapes, self._rules, self._shape, self._replicas = shapes, rules, shape, replicas
+        self._tensor, self._mesh = layout.tensor, layout.mesh
+        if layout.mesh is not None:  # of the ranks that step the same
+            self._mesh = layout.mesh["tensor"] if replicas.owners else layout.mesh["replicas", "tensor"]
+
+    def shards(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[WeightShard]:
+        """This rank's rows of every tensor of the model, none of many. Collective. What several ranks step alike is published once,
+        each a part of the rows; columns are exchanged for rows between tensor-parallel ranks, not gathered."""
+        own = {}
+        for name, parameter in parameters.items():
+            rule = self._rules[name]
+            for hf, part in zip(rule.hugging_face, self._split(rule, parameter.detach()), strict=True):
+                start, rows, holders, holder = self._rows(rule, part)
+                first, end = row_range(len(rows), holder, holders)
+                own[hf] = WeightShard(
+                    name=hf, full_shape=self.shapes[hf], row_start=start + first, local=rows[first:end]
+                )
+        some = next(iter(parameters.values()))
+        for hf, shape in self.shapes.items():
+            nothing = some.new_empty(0, *shape[1:])
+            yield own.get(hf) or WeightShard(name=hf, full_shape=shape, row_start=0, local=nothing)
+
+    def _rows(self, rule: Rule, part: torch.Tensor) -> tuple[int, torch.Tensor, int, int]:
+        """(first row, rows, ranks that have and step them, place among these)."""
+        alone = self._replicas.owners is not None
+        replica, replicas = (0, 1) if alone else (self._replicas.rank, self._replicas.size)
+        if rule.dim is None:
+            return 0, part, replicas * self._tensor.size, replica * self._tensor.size + self._tensor.rank
+        if rule.dim == 1:
+            part = self._columns_to_rows(part)
+        most = -(-self._shape.vocab_size // self._tensor.size) if rule.kind is Kind.VOCABULARY else len(part)
+        return self._tensor.rank * most, part, replicas, replica
+
+    def _columns_to_rows(self, part: torch.Tensor) -> torch.Tensor:
+        """[rows, columns / n] of each of n ranks -> [rows / n, columns]."""
+        if self._tensor.size == 1:
+            return part
+        received = torch.empty_like(part, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, part.contiguous(), group=self._tensor.group)
+        return received.view(self._tensor.size, -1, part.shape[1]).transpose(0, 1).flatten(1)
+
+    def tensors(self, kind: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`kind.<Hugging Face name>` -> this rank's part, a DTensor where there are several ranks."""
+        return {
+            f"{kind}.{hf}": self._distributed(rule, hf, part)
+            for name, value in values.items()
+            for rule in (self._rules[name],)
+            for hf, part in zip(rule.hugging_face, self._split(rule, value.detach()), strict=True)
+        }
+
+    def restore(self, kind: str, state: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        """The inverse of `tensors`, into `values`, in place."""
+        for name, value in values.items():
+            rule = self._rules[name]
+            parts = [state[f"{kind}.{hf}"] for hf in rule.hugging_face]
+            local = [part.to_local() if isinstance(part, DTensor) else part for part in parts]
+            value.copy_(join_local(rule, local, self._shape, self._tensor.size))
+
+    def is_whole(self, name: str) -> bool:
+        """Whether every tensor-parallel rank has all of this parameter."""
+        return self._rules[name].dim is None
+
+    def num_parameters(self) -> int:
+        """Of the whole model, tied ones once."""
+        return sum(map(prod, self.shapes.values()))
+
+    def _split(self, rule: Rule, local: torch.Tensor) -> list[torch.Tensor]:
+        return split_local(rule, local, self._shape, self._tensor.rank, self._tensor.size)
+
+    def _distributed(self, rule: Rule, hf: str, part: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None:
+            return part
+        full = torch.Size(self.shapes[hf])
+        stride = torch.empty(full, device="meta").stride()
+        cut = Replicate() if rule.dim is None else Shard(rule.dim)
+        placements = [cut] if self._mesh.ndim == 1 else [Replicate(), cut]
+        return DTensor.from_local(part.contiguous(), self._mesh, placements, run_check=False, shape=full, stride=stride)
