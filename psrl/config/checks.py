@@ -23,6 +23,7 @@ from psrl.config.validation_checks import check_validation
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "psrl.ps_mode": ("auto", "nixl", "filesystem"),
+    "psrl.weights.route": ("auto", "vram", "shm", "nixl"),
     "psrl.deployment.rollout_nnodes_per_instance": (1,),
     "psrl.fine_grain_overlap.granularity": GRANULARITIES,
     "psrl.fine_grain_overlap.overlap_scope": SCOPES,
@@ -261,6 +262,11 @@ def _check_combinations(config: Config) -> None:
     if actor.optim.lr_scheduler_type == "cosine" and config.trainer.total_training_steps is None:
         raise ConfigError(
             "train_actor_rollout_ref.actor.optim.lr_scheduler_type=cosine needs the length of the run: set trainer.total_training_steps."
+        )
+    if p.weights.route != "auto" and p.ps_mode == "filesystem":
+        raise ConfigError(
+            f"psrl.weights.route={p.weights.route} has no meaning with psrl.ps_mode=filesystem: "
+            "leave it at auto, or set psrl.ps_mode=nixl."
         )
     if (
         p.ps_mode == "nixl"

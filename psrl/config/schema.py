@@ -99,6 +99,8 @@ class NetConfig:
 class WeightsConfig:
     pull_timeout_s: float = 120.0
     """Deadline of one weight transfer; then it is released and tried again."""
+    route: str = "auto"
+    """With ps_mode=nixl. auto: by where trainer and engine are | vram (one GPU, or GPUs that read each other) | shm (one host) | nixl."""
 
 
 @dataclass

@@ -51,9 +51,8 @@ def node_local_env(root: Path, run_path: Path) -> dict[str, str]:
     Compile caches are shared by all runs of this user on the node; TMPDIR is the run's own, with a short name because
     a socket's path may hold 107 bytes only. Makes the directories.
     """
-    run_id = hashlib.sha256(os.fsencode(run_path)).hexdigest()[:8]
     env = {key: str(root / "cache" / name) for key, name in _CACHES.items()}
-    env["TMPDIR"] = str(root / run_id)
+    env["TMPDIR"] = str(root / _run_id(run_path))
     for directory in env.values():
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     return env
@@ -62,6 +61,12 @@ def node_local_env(root: Path, run_path: Path) -> dict[str, str]:
 def shm_name(job: str, epoch: int) -> str:
     """Name of a shared-memory segment that the sweep recognises: `psrl-<uid>-<job>-<epoch>`."""
     return f"psrl-{os.geteuid()}-{job}-{epoch}"
+
+
+def node_store_path(run_path: Path, shm: Path = SHM) -> Path:
+    """The segment in which the instances of this node share the weights that one of them has fetched (`weights.node_store`).
+    A supervisor unlinks it when its run ends; one that was killed leaves it to the next one's sweep."""
+    return shm / shm_name(_run_id(run_path), 0)
 
 
 def sweep_shm(shm: Path = SHM, proc: Path = Path("/proc"), min_age_s: float = 60.0) -> list[str]:
@@ -86,6 +91,10 @@ def sweep_shm(shm: Path = SHM, proc: Path = Path("/proc"), min_age_s: float = 60
     for entry in stale.values():
         entry.unlink(missing_ok=True)
     return sorted(entry.name for entry in stale.values())
+
+
+def _run_id(run_path: Path) -> str:
+    return hashlib.sha256(os.fsencode(run_path)).hexdigest()[:8]
 
 
 def _paths_in_use(proc: Path, part: str) -> set[str]:

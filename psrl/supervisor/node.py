@@ -22,7 +22,7 @@ from psrl.outcome import FAILED, INTERRUPTED, Outcome, current_outcome, publish_
 from psrl.protocol import control as c
 from psrl.role import load_config, setup_logging
 from psrl.rundir.layout import RunDir
-from psrl.rundir.node_local import node_local_env, node_local_root, sweep_shm
+from psrl.rundir.node_local import node_local_env, node_local_root, node_store_path, sweep_shm
 from psrl.supervisor.children import ChildEvent, Children, ChildSpec
 from psrl.supervisor.process import become_subreaper
 from psrl.supervisor.specs import share_children
@@ -186,6 +186,7 @@ class NodeSupervisor:
         if stuck := self.children.stop_all(1.0):
             log.error("these processes could not be ended: %s", stuck)
         self.link.close()
+        node_store_path(self.run_dir.path).unlink(missing_ok=True)
 
 
 def role_environment(run_dir: RunDir) -> dict[str, str]:

@@ -1,13 +1,15 @@
-"""What to copy from where to where, so that the trainer ranks' row shards become the engine's whole tensors.
+"""What to read from each trainer rank, and which of it belongs where in the engine's tensors. Pure: layouts in, plan out.
 
-Pure: layouts in, plan out. Rows of dim 0 are contiguous on both sides, hence every shard lands in its final place
-by the transfer itself and no rank, and no reader, ever assembles a second copy.
+The sections that an engine rank needs arrive as they are, each in one run; nobody assembles whole tensors on the way. What
+remains are the moves, rectangles of what has arrived into rectangles of the engine's tensors: fused ones, rows or columns.
+They are carried out where the engine copies its new weights anyway.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -17,44 +19,84 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 64
-"""Every shard and every staged tensor starts at a multiple of this many bytes."""
+"""Every entry, section and staged tensor starts at a multiple of this many bytes."""
 
 _NAMED = 5  # names listed in an error before "and n more"
 
 Specs = Mapping[str, tuple[tuple[int, ...], "torch.dtype"]]
-Place = Callable[[str], tuple[str, int]]
-"""Where a published tensor belongs: (the engine's tensor, the row there at which it starts). A fused engine tensor is
-several published ones at different rows: `{"k": ("qkv", q_rows)}`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Copy `nbytes` from byte `source` of a rank's payload to byte `target` of the staging buffer."""
+class Part:
+    """What an engine wants of a published tensor: `rows` and, of these, `columns` ([start, stop), None: all), at row `at` of
+    its own `tensor`. Behind it come `padding` rows that nothing is published for."""
 
+    tensor: str
+    at: int = 0
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+    padding: int = 0
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Full shape of each published tensor."""
+Place = Callable[[str, Shapes], Sequence[Part]]
+"""Where the published tensor of this name belongs; nowhere if other ranks of the engine have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Section `section` of a rank: `nbytes` from byte `source` of its payload to byte `target` of the arrival buffer."""
+
+    section: int
     source: int
     target: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class StagedTensor:
-    """One tensor of the engine, contiguous at bytes [offset, offset + nbytes) of the staging buffer."""
+class Move:
+    """A rectangle of `rows` x `columns` elements. It arrives at byte `source`, `stride` elements from row to row, and belongs
+    at (row, column) of the engine's tensor, seen as [rows, everything else]."""
+
+    source: int
+    stride: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One tensor of the engine and what makes it up."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    offset: int
-    nbytes: int
+    moves: tuple[Move, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole_at(self) -> int | None:
+        """The byte of the arrival buffer at which the tensor lies whole and contiguous, None if it has to be put together."""
+        if not self.nbytes:
+            return 0
+        first = self.moves[0]
+        contiguous = first.rows == 1 or first.stride == first.columns
+        return first.source if contiguous and first.rows * first.columns == prod(self.shape) else None
 
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """`segments[r]` moves all of rank r; `pieces[r]`: (target, nbytes) of its entries in order, for the checksum."""
+    """`reads[r]`: what to read from rank r, into an arrival buffer of `nbytes` bytes."""
 
     nbytes: int
-    tensors: tuple[StagedTensor, ...]
-    segments: tuple[tuple[Segment, ...], ...]
-    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    tensors: tuple[PlannedTensor, ...]
+    reads: tuple[tuple[Read, ...], ...]
 
 
 def aligned(offset: int) -> int:
@@ -62,64 +104,149 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def same_place(name: str) -> tuple[str, int]:
-    """The usual `Place`: the engine calls the tensor as the publisher does."""
-    return name, 0
+def same_place(name: str, _shapes: Shapes) -> Sequence[Part]:
+    """The usual `Place`: the engine calls the tensor as the publisher does and has all of it."""
+    return (Part(name),)
 
 
 def plan_pull(layouts: Sequence[ShardLayout], expected: Specs, place: Place = same_place) -> PullPlan:
-    """Plan the pull of all ranks' shards into one staging buffer.
+    """Plan the pull of what an engine (or one rank of it) needs of all ranks' shards.
 
     Raises ValueError if a name is unknown to the engine or missing from the ranks, if a shape or dtype differs, or if
-    the ranks' rows do not cover a tensor exactly once; the sentence names the first few offenders.
+    what is published does not cover a tensor exactly once; the sentence names the first few offenders.
 
-    >>> # two ranks hold rows 0-1 and 2-3 of w [4, 8] float32: rank 1's 64 bytes land at byte 64
-    >>> # plan.segments == ((Segment(0, 0, 64),), (Segment(0, 64, 64),))
+    >>> # rank 0 holds rows 0-1 and rank 1 rows 2-3 of w [4, 8] float32, the engine wants all of it:
+    >>> # plan.reads == ((Read(0, 0, 0, 64),), (Read(0, 0, 64, 64),)), w's moves are rows 0 and 2, two rows each
     """
     _check_ranks(layouts)
-    _check_names(layouts, expected, place)
-    order = list(dict.fromkeys(place(entry.name)[0] for layout in layouts for entry in layout.entries))
-    tensors, nbytes = _stage(order, expected)
-    segments, pieces, covered = [], [], {name: [] for name in order}  # type: ignore[var-annotated]
+    shapes = {entry.name: entry.full_shape for layout in layouts for entry in layout.entries}
+    parts = {name: place(name, shapes) for name in shapes}
+    _check_names(parts, expected)
     for layout in layouts:
-        moves = []
         for entry in layout.entries:
-            name, first_row = place(entry.name)
-            tensor = tensors[name]
-            _check_entry(entry, tensor, layout, renamed=name != entry.name)
-            row = first_row + entry.row_start
-            covered[name].append((row, row + entry.rows))
-            row_nbytes = tensor.nbytes // _rows(tensor.shape) if tensor.nbytes else 0
-            moves.append((entry, tensor, tensor.offset + row * row_nbytes))
-        pieces.append(tuple((target, entry.nbytes) for entry, _, target in moves))
-        segments.append(_coalesce(moves))
-    for name, spans in covered.items():
-        _check_cover(name, _rows(tensors[name].shape), spans)
-    return PullPlan(nbytes, tuple(tensors.values()), tuple(segments), tuple(pieces))
+            for part in parts[entry.name]:
+                _check_entry(entry, part, *expected[part.tensor], layout)
+    moves: dict[str, list[Move]] = defaultdict(list)
+    reads, end = [], 0
+    for layout in layouts:
+        found = [
+            (entry, part, where)
+            for entry in layout.entries
+            for part in parts[entry.name]
+            if (where := _overlap(entry, part)) is not None
+        ]
+        mine = []
+        for section in sorted({_section(layout, entry) for entry, _, _ in found}):
+            source, nbytes = layout.sections[section]
+            mine.append(Read(section, source, end, nbytes))
+            end = aligned(end + nbytes)
+        reads.append(tuple(mine))
+        arrives = {read.section: read.target - read.source for read in mine}
+        for entry, part, where in found:
+            begin = entry.offset + arrives[_section(layout, entry)]
+            moves[part.tensor].append(_move(entry, part, where, begin, expected[part.tensor][1].itemsize))
+    padding = {part.tensor: _padding(part, shapes[name]) for name in parts for part in parts[name] if part.padding}
+    tensors = []
+    for name, (shape, dtype) in expected.items():
+        ordered = sorted(moves[name], key=lambda move: (move.column, move.row))
+        _check_cover(name, shape, ordered, padding.get(name))
+        tensors.append(PlannedTensor(name, tuple(shape), dtype, _join(ordered, dtype.itemsize)))
+    return PullPlan(end, tuple(tensors), tuple(reads))
 
 
-def windows(segments: Sequence[Segment], limit: int) -> list[list[Segment]]:
-    """The segments in order, cut and grouped into windows of at most `limit` bytes, so that a long transfer can be
-    given up between two of them. `windows([Segment(0, 0, 5)], 2)` gives windows of 2, 2 and 1 bytes."""
+def windows(nbytes: int, limit: int) -> list[tuple[int, int]]:
+    """(offset, nbytes) of runs of at most `limit` bytes that make up `nbytes`, so that a long transfer can be given up
+    between two of them. `windows(5, 2) == [(0, 2), (2, 2), (4, 1)]`."""
     if limit <= 0:
         raise ValueError(f"a window of {limit} bytes moves nothing; it must be positive")
-    groups: list[list[Segment]] = []
-    room = 0
-    for segment in segments:
-        done = 0
-        while done < segment.nbytes:
-            if room == 0:
-                groups.append([])
-                room = limit
-            nbytes = min(room, segment.nbytes - done)
-            groups[-1].append(Segment(segment.source + done, segment.target + done, nbytes))
-            done += nbytes
-            room -= nbytes
-    return groups
+    return [(offset, min(limit, nbytes - offset)) for offset in range(0, nbytes, limit)]
 
 
-def _rows(shape: tuple[int, ...]) -> int:
+# ---- rectangles: rows of dim 0, columns in elements of everything behind it ----------------------------------------
+
+Rectangle = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _rows(shape: Sequence[int]) -> int:
     return shape[0] if shape else 1
+
+
+def _width(shape: Sequence[int]) -> int:
+    return prod(shape[1:])
+
+
+def _scaled(columns: tuple[int, int] | None, shape: Sequence[int]) -> tuple[int, int]:
+    """Columns of dim 1 as elements of a row."""
+    if columns is None:
+        return 0, _width(shape)
+    each = prod(shape[2:])
+    return columns[0] * each, columns[1] * each
+
+
+def _columns(entry: ShardEntry) -> tuple[int, int]:
+    return _scaled(entry.columns, entry.full_shape)
+
+
+def _overlap(entry: ShardEntry, part: Part) -> Rectangle | None:
+    """Rows and columns of the full tensor that the entry has and the part wants, None if there are none."""
+    rows, columns = (entry.row_start, entry.row_start + entry.rows), _columns(entry)
+    both = _meet(rows, part.rows or rows), _meet(columns, _scaled(part.columns, entry.full_shape))
+    return None if any(start == stop for start, stop in both) else both
+
+
+def _move(entry: ShardEntry, part: Part, where: Rectangle, begin: int, itemsize: int) -> Move:
+    """`where` of the full tensor, out of an entry that arrives at byte `begin`, into the part's place."""
+    (top, bottom), (left, right) = where
+    entry_left, entry_right = _columns(entry)
+    width = entry_right - entry_left
+    inside = (top - entry.row_start) * width + left - entry_left
+    row = part.at + top - (part.rows[0] if part.rows else 0)
+    column = left - _scaled(part.columns, entry.full_shape)[0]
+    return Move(begin + inside * itemsize, width, row, column, bottom - top, right - left)
+
+
+def _join(moves: Sequence[Move], itemsize: int) -> tuple[Move, ...]:
+    """The same moves, neighbours on both sides made one."""
+    joined: list[Move] = []
+    for move in moves:
+        if joined:
+            last = joined[-1]
+            alike = (last.stride, last.column, last.columns) == (move.stride, move.column, move.columns)
+            below = last.row + last.rows == move.row
+            behind = last.source + last.rows * last.stride * itemsize == move.source
+            if alike and below and behind:
+                joined[-1] = replace(last, rows=last.rows + move.rows)
+                continue
+        joined.append(move)
+    return tuple(joined)
+
+
+def _padding(part: Part, shape: Sequence[int]) -> tuple[int, int]:
+    """Rows of the engine's tensor that nothing is published for."""
+    start, stop = part.rows or (0, _rows(shape))
+    return part.at + stop - start, part.at + stop - start + part.padding
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    start = max(one[0], other[0])
+    return start, max(start, min(one[1], other[1]))
+
+
+def _section(layout: ShardLayout, entry: ShardEntry) -> int:
+    """The last section that begins at or before the entry and is not empty there."""
+    inside = [
+        number
+        for number, (offset, nbytes) in enumerate(layout.sections)
+        if offset <= entry.offset and entry.offset + entry.nbytes <= offset + nbytes
+    ]
+    if not inside:
+        raise ValueError(
+            f"{entry.name} of rank {layout.rank} does not lie inside its payload of {layout.nbytes} bytes: {entry}"
+        )
+    return inside[-1]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -140,75 +267,64 @@ def _check_ranks(layouts: Sequence[ShardLayout]) -> None:
         )
 
 
-def _check_names(layouts: Sequence[ShardLayout], expected: Specs, place: Place) -> None:
-    targets = {entry.name: place(entry.name)[0] for layout in layouts for entry in layout.entries}
-    unexpected = [name for name, target in targets.items() if target not in expected]
-    missing = [name for name in expected if name not in set(targets.values())]
+def _check_names(parts: Mapping[str, Sequence[Part]], expected: Specs) -> None:
+    targets = {name: [part.tensor for part in found] for name, found in parts.items()}
+    unexpected = [name for name, tensors in targets.items() if not expected.keys() >= set(tensors)]
+    wanted = {tensor for tensors in targets.values() for tensor in tensors}
+    missing = [name for name in expected if name not in wanted]
     found = [f"unexpected {_few(unexpected)}"] if unexpected else []
     found += [f"missing {_few(missing)}"] if missing else []
     if found:
         raise ValueError(f"published weights do not match the engine's: {'; '.join(found)}")
 
 
-def _stage(order: Sequence[str], expected: Specs) -> tuple[dict[str, StagedTensor], int]:
-    tensors, end = {}, 0
-    for name in order:
-        shape, dtype = expected[name]
-        offset, nbytes = aligned(end), prod(shape) * dtype.itemsize
-        tensors[name] = StagedTensor(name, tuple(shape), dtype, offset, nbytes)
-        end = offset + nbytes
-    return tensors, end
-
-
-def _check_entry(entry: ShardEntry, tensor: StagedTensor, layout: ShardLayout, renamed: bool) -> None:
-    if entry.dtype != _dtype_name(tensor.dtype):
+def _check_entry(
+    entry: ShardEntry, part: Part, shape: tuple[int, ...], dtype: torch.dtype, layout: ShardLayout
+) -> None:
+    if entry.dtype != _dtype_name(dtype):
         raise ValueError(
-            f"{entry.name} is published as {entry.dtype}, the engine needs {_dtype_name(tensor.dtype)}; "
+            f"{entry.name} is published as {entry.dtype}, the engine needs {_dtype_name(dtype)}; "
             "the publisher casts to the engine's dtype, so give it that one"
         )
-    same = entry.full_shape[1:] == tensor.shape[1:] if renamed else entry.full_shape == tensor.shape
-    if not same:
+    rest = entry.full_shape[1:]
+    if part.columns is not None:
+        rest = (part.columns[1] - part.columns[0], *rest[1:])
+    alone = part == Part(part.tensor) and part.tensor == entry.name
+    if rest != tuple(shape[1:]) or (alone and entry.full_shape != tuple(shape)):
         raise ValueError(
-            f"{entry.name} is published as {entry.full_shape}, the engine needs {tensor.shape} of {tensor.name}"
+            f"{entry.name} is published as {entry.full_shape}, the engine needs {tuple(shape)} of {part.tensor}"
         )
-    row_nbytes = prod(entry.full_shape[1:]) * tensor.dtype.itemsize
+    left, right = _columns(entry)
     inside = entry.offset >= 0 and entry.offset + entry.nbytes <= layout.nbytes
-    if not inside or entry.rows < 0 or entry.nbytes != entry.rows * row_nbytes:
+    if not inside or entry.rows < 0 or entry.nbytes != entry.rows * (right - left) * dtype.itemsize:
         raise ValueError(
             f"{entry.name} of rank {layout.rank} does not lie inside its payload of {layout.nbytes} bytes: {entry}"
         )
 
 
-def _check_cover(name: str, rows: int, spans: list[tuple[int, int]]) -> None:
+def _check_cover(name: str, shape: tuple[int, ...], moves: Sequence[Move], padding: tuple[int, int] | None) -> None:
+    """Strips of columns side by side, in each of them the rows one after the other."""
+    if not prod(shape):
+        return
+    strips: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for move in moves:
+        strips[move.column, move.column + move.columns].append((move.row, move.row + move.rows))
+    _tile(
+        f"columns {{}}..{{}} of {name} ({_width(shape)} columns)", _width(shape), sorted(strips) or [(0, _width(shape))]
+    )
+    for rows in strips.values() or [[]]:
+        _tile(
+            f"rows {{}}..{{}} of {name} ({_rows(shape)} rows)",
+            _rows(shape),
+            sorted([*rows, padding] if padding else rows),
+        )
+
+
+def _tile(what: str, length: int, spans: Sequence[tuple[int, int]]) -> None:
     position = 0
-    for start, end in [*sorted(span for span in spans if span[0] < span[1]), (rows, rows)]:
+    for start, end in [*spans, (length, length)]:
         if start > position:
-            raise ValueError(f"rows {position}..{start - 1} of {name} ({rows} rows) are published by no rank")
+            raise ValueError(f"{what.format(position, start - 1)} are published by no rank")
         if start < position:
-            raise ValueError(
-                f"rows {start}..{position - 1} of {name} ({rows} rows) are published more than once or beyond its end"
-            )
+            raise ValueError(f"{what.format(start, position - 1)} are published more than once or beyond its end")
         position = end
-
-
-def _coalesce(moves: Sequence[tuple[ShardEntry, StagedTensor, int]]) -> tuple[Segment, ...]:
-    """Join neighbours that keep their distance. The gap may hold only padding: a whole tensor ends before it and the
-    next one starts after it, otherwise the joined copy would write over rows of another rank."""
-    joined: list[Segment] = []
-    last: StagedTensor | None = None
-    for entry, tensor, target in moves:
-        if entry.nbytes == 0:
-            continue
-        if joined and last is not None:
-            before = joined[-1]
-            end = before.target + before.nbytes
-            step = target - end
-            touching = step == 0
-            padding = 0 < step < ALIGNMENT and end == last.offset + last.nbytes and target == tensor.offset
-            if (touching or padding) and entry.offset - (before.source + before.nbytes) == step:
-                joined[-1] = Segment(before.source, before.target, target + entry.nbytes - before.target)
-                last = tensor
-                continue
-        joined.append(Segment(entry.offset, target, entry.nbytes))
-        last = tensor
-    return tuple(joined)

@@ -1,4 +1,4 @@
-"""The instance's staging buffer: whole tensors in the engine's dtype, filled by a pull, read by the switch."""
+"""The reader's arrival buffer, on the device of the engine's weights, and what was handed out of it last."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from psrl.weights.plan import Place, PullPlan, Specs, plan_pull, same_place
 
 
 class Staging:
-    """One flat buffer, planned for the layouts of the ranks that publish now, and what was handed out of it last."""
+    """One flat buffer, planned for the layouts of the ranks that publish now."""
 
-    def __init__(self, expected: Specs, place: Place = same_place) -> None:
+    def __init__(self, expected: Specs, place: Place = same_place, device: torch.device | str = "cpu") -> None:
         self._expected = dict(expected)
         self._place = place
+        self.device = torch.device(device)
         self._layouts: tuple[ShardLayout, ...] = ()
         self._plan: PullPlan | None = None
         self._handed_out: StagedWeights | None = None
@@ -47,17 +48,20 @@ class Staging:
         self._layouts, self._plan = tuple(layouts), plan
         if self.buffer.numel() == plan.nbytes:
             return False
-        self.buffer = flat_buffer(plan.nbytes)
+        self.buffer = flat_buffer(plan.nbytes, self.device)
         return True
 
     def replace(self) -> torch.Tensor:
         """Take a fresh buffer of the same size; returns the old one, which something may still write into."""
-        old, self.buffer = self.buffer, flat_buffer(self.buffer.numel())
+        old, self.buffer = self.buffer, flat_buffer(self.buffer.numel(), self.device)
         return old
 
-    def checksum(self, rank: int) -> int:
-        """Checksum of what has arrived from `rank`; equal to the publisher's if it is whole."""
-        return checksum(self.buffer.numpy(), self.plan.pieces[rank])
+    def intact(self, rank: int, checksums: Sequence[int]) -> bool:
+        """Whether what has arrived from `rank` is what it published; `checksums` are those of all its sections."""
+        return all(
+            checksum(self.buffer[read.target : read.target + read.nbytes]) == checksums[read.section]
+            for read in self.plan.reads[rank]
+        )
 
     def hand_out(self, version: int, incarnation: int, transport: str) -> StagedWeights:
         """The buffer holds this version, whole and checked."""

@@ -28,7 +28,7 @@ class Slot:
     version: int = -1
     incarnation: int = -1
     sequence: int = 0
-    checksum: int = 0
+    checksums: tuple[int, ...] = ()
     readers: dict[str, float] = field(default_factory=dict)
     """Reader -> time at which its lease ends."""
 
@@ -77,9 +77,9 @@ class SlotTable:
         slot.sequence += 1
         return slot, revoked
 
-    def finish_write(self, slot: Slot, checksum: int) -> None:
+    def finish_write(self, slot: Slot, checksums: tuple[int, ...]) -> None:
         """The version in `slot` is whole: from now on it is the newest."""
-        slot.state, slot.checksum = SlotState.READY, checksum
+        slot.state, slot.checksums = SlotState.READY, checksums
         slot.sequence += 1
 
     def abandon_write(self, slot: Slot) -> None:

@@ -11,21 +11,29 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from weight_role import differing, make_publisher, make_puller, shards, specs
 
 from psrl.config.schema import Config
+from psrl.protocol.weights import SharedSlot
 from psrl.role import Role
 from psrl.rundir.keys import create_keys
 from psrl.rundir.layout import RunDir
+from psrl.rundir.node_local import node_store_path
+from psrl.trainer.backends.base import WeightShard
+from psrl.weights import node_store
 from psrl.weights.channel import make_publisher as publisher_of_role
 from psrl.weights.channel import make_puller as puller_of_role
-from psrl.weights.channel import nixl_available
+from psrl.weights.channel import mapped_reads, nixl_available
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
+from psrl.weights.channel.nixl_publisher import NixlPublisher
 from psrl.weights.channel.select import settle_mode
+from psrl.weights.receiver import Pulled, WeightReceiver
+from psrl.weights.split import Split
 
 pytestmark = [
     pytest.mark.process,
@@ -34,7 +42,7 @@ pytestmark = [
 
 ROLE = Path(__file__).with_name("weight_role.py")
 DEADLINE_S = 60.0
-CHANNELS = ["nixl", "filesystem"]
+CHANNELS = ["shm", "filesystem"]
 
 
 class Process:
@@ -110,6 +118,7 @@ class World:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
+        node_store_path(self.run_dir.path).unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -130,8 +139,9 @@ def soon(seconds: float = DEADLINE_S) -> float:
     return time.monotonic() + seconds
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("channel", "num_ranks"), [("shm", 1), ("shm", 3), ("nixl", 1), ("nixl", 2), ("filesystem", 2)]
+)
 def test_staged_weights_are_bit_equal_to_the_shards(world: World, channel: str, num_ranks: int) -> None:
     publishers = world.publishers(channel, num_ranks)
     puller = make_puller(channel, world.run_dir, specs(1))
@@ -145,14 +155,18 @@ def test_staged_weights_are_bit_equal_to_the_shards(world: World, channel: str, 
 
 
 @pytest.mark.parametrize(
-    ("ps_mode", "dtype", "transport"),
-    [("auto", None, "nixl ("), ("nixl", "bfloat16", "nixl ("), ("filesystem", "bfloat16", "filesystem")],
+    ("ps_mode", "route", "dtype", "transport"),
+    [
+        ("auto", "auto", None, "shm (on one host)"),
+        ("nixl", "nixl", "bfloat16", f"nixl ({os.environ.get('UCX_TLS', 'posix,cma,tcp')})"),
+        ("filesystem", "auto", "bfloat16", "filesystem"),
+    ],
 )
 def test_the_configuration_decides_channel_and_dtype(
-    world: World, ps_mode: str, dtype: str | None, transport: str
+    world: World, ps_mode: str, route: str, dtype: str | None, transport: str
 ) -> None:
     config = Config()
-    config.psrl.ps_mode = ps_mode
+    config.psrl.ps_mode, config.psrl.weights.route = ps_mode, route
     config.model.dtype = "float32" if dtype else "bfloat16"
     config.gen_actor_rollout_ref.rollout.dtype = dtype
     settle_mode(config, world.run_dir)
@@ -162,15 +176,9 @@ def test_the_configuration_decides_channel_and_dtype(
     publisher.publish(0, 0, shards(1, 0, 0, 1))
     staged = puller.pull(0, 0, soon())
     assert differing(staged, 1, 0) == []
-    assert publisher.transport == puller.transport == staged.transport and staged.transport.startswith(transport)
+    assert puller.transport == staged.transport == transport
     puller.close()
     publisher.close()
-
-
-def test_the_transport_is_named(world: World) -> None:
-    expected = os.environ.get("UCX_TLS", "posix,cma,tcp")
-    assert make_puller("nixl", world.run_dir, specs(1)).transport == f"nixl ({expected})"
-    assert make_puller("filesystem", world.run_dir, specs(1)).transport == "filesystem"
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
@@ -214,9 +222,9 @@ def test_wrong_names_or_dtypes_are_refused_by_name_and_for_good(world: World, ch
 
 
 def test_publishing_the_next_version_does_not_disturb_a_reader(world: World) -> None:
-    publishers = world.publishers("nixl", 1, mib=8)
+    publishers = world.publishers("shm", 1, mib=8)
     publish(publishers, 0)
-    puller = make_puller("nixl", world.run_dir, specs(8))
+    puller = make_puller("shm", world.run_dir, specs(8))
     during = []
 
     def publish_next(_arrived: int) -> None:
@@ -230,10 +238,11 @@ def test_publishing_the_next_version_does_not_disturb_a_reader(world: World) -> 
     puller.close()
 
 
-def test_a_slow_reader_loses_its_slot_and_notices(world: World) -> None:
-    publishers = world.publishers("nixl", 1, mib=8)
+@pytest.mark.parametrize("channel", ["shm", "nixl"])
+def test_a_slow_reader_loses_its_slot_and_notices(world: World, channel: str) -> None:
+    publishers = world.publishers(channel, 1, mib=8)
     publish(publishers, 0)
-    puller = make_puller("nixl", world.run_dir, specs(8))
+    puller = make_puller(channel, world.run_dir, specs(8))
     during = []
 
     def publish_two(_arrived: int) -> None:
@@ -249,10 +258,10 @@ def test_a_slow_reader_loses_its_slot_and_notices(world: World) -> None:
 
 
 def test_readers_do_not_queue_behind_each_other(world: World) -> None:
-    publishers = world.publishers("nixl", 1, mib=4)
+    publishers = world.publishers("shm", 1, mib=4)
     publish(publishers, 0)
-    others = [world.reader("nixl", 4), world.reader("nixl", 4)]
-    puller = make_puller("nixl", world.run_dir, specs(4))
+    others = [world.reader("shm", 4), world.reader("shm", 4)]
+    puller = make_puller("shm", world.run_dir, specs(4))
     during: list[dict] = []
 
     def let_others_read(_arrived: int) -> None:
@@ -308,9 +317,9 @@ def test_nothing_published_is_an_error_by_the_deadline(world: World, channel: st
 
 
 def test_a_stopped_publisher_fails_the_pull_by_its_deadline(world: World) -> None:
-    publishers = world.publishers("nixl", 1)
+    publishers = world.publishers("shm", 1)
     publish(publishers, 0)
-    puller = make_puller("nixl", world.run_dir, specs(1))
+    puller = make_puller("shm", world.run_dir, specs(1))
     os.kill(publishers[0].pid, signal.SIGSTOP)
     with pytest.raises(PullError, match="deadline"):
         puller.pull(0, 0, soon(1.0))
@@ -325,12 +334,14 @@ def test_a_publisher_stopped_in_mid_transfer_keeps_only_the_abandoned_buffer(wor
     publishers = world.publishers("nixl", 1, mib=16, **tcp)
     publish(publishers, 0)
     reader = world.reader("nixl", 16, **tcp)
-    failed = reader.ask(pull=[0, 0, 2.0], stop=publishers[0].pid)
+    assert reader.ask(pull=[0, 0, DEADLINE_S])["differing"] == []  # the two have met
+    publish(publishers, 1)
+    failed = reader.ask(pull=[1, 0, 2.0], stop=publishers[0].pid)
     assert "deadline" in failed["error"] and failed["hanging"] == 1
     os.kill(publishers[0].pid, signal.SIGCONT)
-    publish(publishers, 1)
-    for _ in range(3):
-        again = reader.ask(pull=[1, 0, DEADLINE_S])
+    for version in (2, 3, 4):
+        publish(publishers, version)
+        again = reader.ask(pull=[version, 0, DEADLINE_S])
         assert again["differing"] == []
     assert again["hanging"] == 0
     assert publishers[0].ask(readers=True)["now"] == 0
@@ -354,11 +365,12 @@ def test_a_killed_reader_holds_nothing_up(world: World) -> None:
     puller.close()
 
 
-def test_bytes_that_changed_after_publication_are_never_staged(world: World) -> None:
-    publishers = world.publishers("nixl", 1)
+@pytest.mark.parametrize("channel", ["shm", "nixl"])
+def test_bytes_that_changed_after_publication_are_never_staged(world: World, channel: str) -> None:
+    publishers = world.publishers(channel, 1)
     publish(publishers, 0)
     publishers[0].ask(scribble=0)
-    puller = make_puller("nixl", world.run_dir, specs(1))
+    puller = make_puller(channel, world.run_dir, specs(1))
     with pytest.raises(PullError, match="wrong checksum"):
         puller.pull(0, 0, soon())
     puller.close()
@@ -436,3 +448,136 @@ def test_closing_ends_a_pull_that_hangs(world: World) -> None:
     background.start(0, 0)
     background.close()
     assert not background.busy
+
+
+def test_a_trainer_killed_while_it_writes_is_noticed(world: World) -> None:
+    publishers = world.publishers("shm", 1, mib=8)
+    publish(publishers, 0)
+    publish(publishers, 1)
+    puller = make_puller("shm", world.run_dir, specs(8))
+
+    def die_in_the_slot_that_is_read(_arrived: int) -> None:
+        if publishers[0].child.poll() is None:
+            publishers[0].say(die_writing=[2, 0])
+            publishers[0].child.wait(DEADLINE_S)
+
+    puller.on_progress = die_in_the_slot_that_is_read
+    with pytest.raises(PullError, match="overwrote version 0"):
+        puller.pull(0, 0, soon())
+    with pytest.raises(PullError, match=r"rank 0|did not answer") as caught:
+        puller.pull(1, 0, soon(1.0))
+    assert caught.value.retryable
+    puller.on_progress = None
+    publish(world.publishers("shm", 1, mib=8), 1, incarnation=1)
+    assert differing(puller.pull(1, 1, soon()), 8, 1) == []
+    puller.close()
+
+
+def test_a_version_that_was_whole_survives_its_trainer(world: World) -> None:
+    publishers = world.publishers("shm", 1, mib=8)
+    publish(publishers, 0)
+    puller = make_puller("shm", world.run_dir, specs(8))
+    puller.on_progress = lambda _arrived: publishers[0].kill()
+    assert differing(puller.pull(0, 0, soon()), 8, 0) == []
+    puller.close()
+
+
+def test_a_segment_out_of_reach_is_read_by_nixl_unless_it_was_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(world.publishers("auto", 1), 0)
+
+    def out_of_reach(_slot: SharedSlot) -> NoReturn:
+        raise PermissionError("another container")
+
+    monkeypatch.setattr(mapped_reads, "map_shared", out_of_reach)
+    puller = make_puller("auto", world.run_dir, specs(1))
+    staged = puller.pull(0, 0, soon())
+    assert differing(staged, 1, 0) == [] and staged.transport.startswith("nixl (")
+    assert "another container" in caplog.text
+    puller.close()
+    puller = make_puller("shm", world.run_dir, specs(1))
+    with pytest.raises(PullError, match=r"psrl\.weights\.route=shm: .*another container; use auto or nixl"):
+        puller.pull(0, 0, soon())
+    puller.close()
+
+
+def test_an_impossible_route_is_final(world: World) -> None:
+    publish(world.publishers("auto", 1), 0)
+    puller = make_puller("vram", world.run_dir, specs(1))
+    with pytest.raises(PullError, match="route=vram is impossible") as caught:
+        puller.pull(0, 0, soon())
+    assert not caught.value.retryable
+    puller.close()
+
+
+@pytest.mark.parametrize("route", ["shm", "nixl"])
+def test_each_engine_rank_receives_its_part_and_only_the_switch_changes_its_tensors(world: World, route: str) -> None:
+    # Two trainer ranks, an engine over two GPUs: columns of o_proj, fused and cut q, k, v, a norm for both.
+    attention, split = "model.layers.0.self_attn.", Split(2, 2)
+    full = {
+        f"{attention}{name}_proj.weight": torch.randn(8, 6) for name in "qkv"
+    } | {f"{attention}o_proj.weight": torch.randn(6, 8), "model.norm.weight": torch.randn(6)}  # fmt: skip
+    publishers = [NixlPublisher(world.run_dir, rank, 2, torch.bfloat16, split=split) for rank in range(2)]
+    for rank, publisher in enumerate(publishers):
+        half = {name: tensor.shape[0] // 2 for name, tensor in full.items()}
+        publisher.serve()
+        publisher.publish(
+            0, 0, [WeightShard(name, tuple(tensor.shape), rank * half[name], tensor[rank * half[name] :][: half[name]])
+                   for name, tensor in full.items()])  # fmt: skip
+    shapes = {f"{attention}qkv_proj.weight": (12, 6), f"{attention}o_proj.weight": (6, 4), "model.norm.weight": (6,)}
+    for rank in range(2):
+        engine = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+        receiver = WeightReceiver(
+            world.run_dir.path, engine, device="cpu", route=route, fused=True, ways=2, num_kv_heads=2, rank=rank
+        )
+        receiver.start(0, 0, DEADLINE_S)
+        outcome, end = None, soon()
+        while outcome is None and time.monotonic() < end:
+            outcome = receiver.poll()
+            time.sleep(0.001)
+        assert isinstance(outcome, Pulled) and outcome.transport.startswith(route)
+        assert all(not tensor.any() for tensor in engine.values()) and receiver.version == -1
+        assert receiver.switch() > 0 and receiver.version == 0
+        rows = slice(4 * rank, 4 * rank + 4)
+        wanted = {
+            f"{attention}qkv_proj.weight": torch.cat([full[f"{attention}{name}_proj.weight"][rows] for name in "qkv"]),
+            f"{attention}o_proj.weight": full[f"{attention}o_proj.weight"][:, rows],
+            "model.norm.weight": full["model.norm.weight"],
+        }
+        assert all(torch.equal(engine[name], tensor.bfloat16()) for name, tensor in wanted.items())
+        receiver.close()
+    for publisher in publishers:
+        publisher.close()
+
+
+def test_one_instance_of_a_node_fetches_for_all(world: World) -> None:
+    publishers = world.publishers("nixl", 2, mib=4)
+    first, second = (make_puller("nixl", world.run_dir, specs(4)) for _ in range(2))
+    for version in range(3):
+        publish(publishers, version)
+        for puller in (first, second):
+            assert differing(puller.pull(version, 0, soon()), 4, version) == []
+    assert first._transfers._nixl and not second._transfers._nixl  # the second has never met a trainer's agent
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_instance_that_dies_or_stops_while_it_fetches_holds_nobody_up(
+    world: World, monkeypatch: pytest.MonkeyPatch, fate: signal.Signals
+) -> None:
+    monkeypatch.setattr(node_store, "PATIENCE_S", 0.3)
+    publish(world.publishers("nixl", 1, mib=8), 0)
+    fetching = world.reader("nixl", 8)
+    fetching.say(pull=[0, 0, DEADLINE_S], stop=fetching.pid)
+    while Path(f"/proc/{fetching.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    if fate == signal.SIGKILL:
+        fetching.kill()
+    puller = make_puller("nixl", world.run_dir, specs(8))
+    assert differing(puller.pull(0, 0, soon()), 8, 0) == []
+    if fate == signal.SIGSTOP:
+        os.kill(fetching.pid, signal.SIGCONT)
+        assert fetching.hear()["differing"] == []  # in its own store, which nobody else looks at any more
+    puller.close()

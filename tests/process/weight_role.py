@@ -1,5 +1,7 @@
 """A publisher or a reader of weights as a process of its own; commands come as JSON lines, each is answered by one.
 
+CHANNEL: filesystem, or a route of the memory channel: auto, shm, nixl.
+
 `python weight_role.py publisher CHANNEL RUN_DIR RANK NUM_RANKS MIB` or `... reader CHANNEL RUN_DIR MIB`
 """
 
@@ -11,16 +13,18 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
+from psrl.protocol.weights import ShardLayout
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
+from psrl.weights.channel import nixl_publisher
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.filesystem import FilesystemPublisher, FilesystemPuller
 from psrl.weights.channel.nixl_publisher import NixlPublisher
 from psrl.weights.channel.nixl_puller import NixlPuller
-from psrl.weights.channel.slot_header import HEADER_BYTES
 
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -70,15 +74,22 @@ def differing(staged: StagedWeights, mib: int, version: int) -> list[str]:
 
 
 def make_publisher(channel: str, run_dir: RunDir, rank: int, num_ranks: int) -> NixlPublisher | FilesystemPublisher:
-    if channel == "nixl":
+    if channel != "filesystem":
         return NixlPublisher(run_dir, rank, num_ranks, torch.bfloat16, reader_grace_s=0.3)
     return FilesystemPublisher(run_dir, rank, num_ranks, torch.bfloat16)
 
 
 def make_puller(channel: str, run_dir: RunDir, expected: Specs) -> NixlPuller | FilesystemPuller:
-    if channel == "nixl":
-        return NixlPuller(run_dir, expected, window_bytes=2**20)
+    if channel != "filesystem":
+        return NixlPuller(run_dir, expected, route=channel, window_bytes=2**20)
     return FilesystemPuller(run_dir, expected)
+
+
+def die_half_way(given: list[WeightShard], layout: ShardLayout, payload: torch.Tensor) -> NoReturn:
+    """In place of `pack`: a trainer that is killed while it writes."""
+    payload[: layout.nbytes // 2] = 0xA5
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def publisher_main(channel: str, run_dir: str, rank: str, num_ranks: str, mib: str) -> None:
@@ -97,8 +108,11 @@ def publisher_main(channel: str, run_dir: str, rank: str, num_ranks: str, mib: s
             case {"readers": _}:
                 answer({"peak": publisher.peak_readers, "now": publisher._table.num_readers()})
             case {"scribble": slot}:
-                publisher._slots[slot][HEADER_BYTES + 4096] += 1
+                publisher._home.payload(slot)[4096] += 1
                 answer({})
+            case {"die_writing": [version, incarnation]}:
+                nixl_publisher.pack = die_half_way
+                publisher.publish(version, incarnation, shards(int(mib), version, int(rank), int(num_ranks)))
     publisher.close()
 
 

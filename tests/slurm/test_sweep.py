@@ -19,6 +19,7 @@ SWEEP: dict[str, object] = {
     "psrl.staleness": "0,1",
     "psrl.rollout_coordination.partial_rollout.enable": "True,False",
     "psrl.deployment.n_rollout_instances": 2,
+    "psrl.weights.route": "nixl",  # as between hosts, though all nodes are this one
     "trainer.logger": "[console,wandb]",
     "hydra.launcher.cpus_per_task": 2,
 }

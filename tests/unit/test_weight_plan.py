@@ -1,20 +1,27 @@
-"""Plans are checked by carrying them out on plain memory: the engine's whole tensors must arrive, bit for bit."""
+"""Plans are checked by carrying them out on plain memory: the engine's tensors must arrive, bit for bit."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psrl.protocol.weights import ShardEntry, ShardLayout
+from psrl.protocol.weights import Location, ShardEntry, ShardLayout
 from psrl.trainer.backends.base import WeightShard
-from psrl.weights.channel.base import PullError
+from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.select import choose_mode
-from psrl.weights.checksum import checksum
+from psrl.weights.checksum import checksum, fold
+from psrl.weights.engine_layout import fused_place
 from psrl.weights.pack import lay_out, pack
-from psrl.weights.plan import ALIGNMENT, Place, PullPlan, Segment, plan_pull, same_place, windows
+from psrl.weights.plan import ALIGNMENT, PullPlan, Read, plan_pull, windows
+from psrl.weights.route import RouteError, choose_route
+from psrl.weights.split import Split
 from psrl.weights.staging import Staging
 
 pytestmark = pytest.mark.unit
@@ -22,7 +29,12 @@ pytestmark = pytest.mark.unit
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def cut(tensors: dict[str, torch.Tensor], bounds: dict[str, list[int]], dtype: torch.dtype | None = None):
+def cut(
+    tensors: dict[str, torch.Tensor],
+    bounds: dict[str, list[int]],
+    dtype: torch.dtype | None = None,
+    split: Split | None = None,
+):
     """Layouts and payloads of ranks that hold rows [bounds[name][r], bounds[name][r + 1]) of each tensor."""
     num_ranks = len(next(iter(bounds.values()))) - 1
     layouts, payloads, sums = [], [], []
@@ -31,7 +43,7 @@ def cut(tensors: dict[str, torch.Tensor], bounds: dict[str, list[int]], dtype: t
             WeightShard(name, tuple(full.shape), bounds[name][rank], full[bounds[name][rank] : bounds[name][rank + 1]])
             for name, full in tensors.items()
         ]
-        layout = lay_out(shards, rank, num_ranks, dtype)
+        layout = lay_out(shards, rank, num_ranks, dtype, split)
         payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
         sums.append(pack(shards, layout, payload))
         layouts.append(layout)
@@ -39,17 +51,29 @@ def cut(tensors: dict[str, torch.Tensor], bounds: dict[str, list[int]], dtype: t
     return layouts, payloads, sums
 
 
-def carry_out(plan: PullPlan, payloads: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    staging = torch.full((plan.nbytes,), 0xA5, dtype=torch.uint8)
-    for segments, payload in zip(plan.segments, payloads, strict=True):
-        for segment in segments:
-            moved = payload[segment.source : segment.source + segment.nbytes]
-            assert moved.numel() == segment.nbytes
-            staging[segment.target : segment.target + segment.nbytes] = moved
-    return {
-        tensor.name: staging[tensor.offset : tensor.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for tensor in plan.tensors
-    }, staging
+def arrive(plan: PullPlan, payloads: list[torch.Tensor]) -> StagedWeights:
+    """Carry the reads out; no byte of a payload may be read twice, no byte of the buffer written twice."""
+    buffer = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    written = torch.zeros(plan.nbytes, dtype=torch.int)
+    for reads, payload in zip(plan.reads, payloads, strict=True):
+        taken = torch.zeros(payload.numel(), dtype=torch.int)
+        for read in reads:
+            buffer[read.target : read.target + read.nbytes] = payload[read.source : read.source + read.nbytes]
+            written[read.target : read.target + read.nbytes] += 1
+            taken[read.source : read.source + read.nbytes] += 1
+        assert not taken.numel() or taken.max() <= 1
+    assert not written.numel() or written.max() <= 1
+    return StagedWeights(0, 0, plan, buffer, "test")
+
+
+def plain(tensors: dict[str, torch.Tensor], dtype: torch.dtype = F32):
+    return {name: (tuple(full.shape), dtype) for name, full in tensors.items()}
+
+
+@st.composite
+def row_bounds(draw: st.DrawFn, rows: int, num_ranks: int) -> list[int]:
+    inner = sorted(draw(st.lists(st.integers(0, rows), min_size=num_ranks - 1, max_size=num_ranks - 1)))
+    return [0, *inner, rows]
 
 
 @st.composite
@@ -60,42 +84,129 @@ def sharded_models(draw: st.DrawFn):
         rows, columns = draw(st.integers(0, 9)), draw(st.integers(0, 40))
         seed = draw(st.integers(0, 1000))
         tensors[f"t{index}"] = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-        inner = sorted(draw(st.lists(st.integers(0, rows), min_size=num_ranks - 1, max_size=num_ranks - 1)))
-        bounds[f"t{index}"] = [0, *inner, rows]
+        bounds[f"t{index}"] = draw(row_bounds(rows, num_ranks))
     return tensors, bounds, draw(st.sampled_from([F32, BF16]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sharded_models())
 def test_any_split_into_rows_arrives_whole(model) -> None:
     tensors, bounds, dtype = model
     layouts, payloads, sums = cut(tensors, bounds, dtype)
-    plan = plan_pull(layouts, {name: (tuple(full.shape), dtype) for name, full in tensors.items()})
-    arrived, staging = carry_out(plan, payloads)
+    plan = plan_pull(layouts, plain(tensors, dtype))
+    staged = arrive(plan, payloads)
+    arrived = dict(staged.tensors())
     assert set(arrived) == set(tensors)
-    for name, full in tensors.items():
-        assert torch.equal(arrived[name], full.to(dtype))
-    assert [checksum(staging.numpy(), pieces) for pieces in plan.pieces] == sums
-    assert all(tensor.offset % ALIGNMENT == 0 for tensor in plan.tensors)
+    assert all(torch.equal(arrived[name], full.to(dtype)) for name, full in tensors.items())
+    for reads, found in zip(plan.reads, sums, strict=True):
+        for read in reads:
+            assert checksum(staged.buffer[read.target : read.target + read.nbytes]) == found[read.section]
 
 
-def test_one_rank_moves_in_one_piece() -> None:
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a small dense decoder; its published weights hold distinct numbers."""
+
+    kv_heads: int
+    tied: bool
+    vocabulary: int
+    heads: int = 4
+    head_dim: int = 2
+    hidden: int = 6
+    inner: int = 8
+
+    def published(self) -> dict[str, torch.Tensor]:
+        q, kv, layer = self.heads * self.head_dim, self.kv_heads * self.head_dim, "model.layers.0."
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocabulary, self.hidden),
+            f"{layer}input_layernorm.weight": (self.hidden,),
+            f"{layer}self_attn.q_proj.weight": (q, self.hidden), f"{layer}self_attn.k_proj.weight": (kv, self.hidden),
+            f"{layer}self_attn.v_proj.weight": (kv, self.hidden), f"{layer}self_attn.q_proj.bias": (q,),
+            f"{layer}self_attn.k_proj.bias": (kv,), f"{layer}self_attn.v_proj.bias": (kv,),
+            f"{layer}self_attn.o_proj.weight": (self.hidden, q), f"{layer}mlp.gate_proj.weight": (self.inner, self.hidden),
+            f"{layer}mlp.up_proj.weight": (self.inner, self.hidden), f"{layer}mlp.down_proj.weight": (self.hidden, self.inner),
+        }  # fmt: skip
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocabulary, self.hidden)
+        made, start = {}, 0.0
+        for name, shape in shapes.items():
+            made[name] = torch.arange(start, start + prod(shape)).reshape(shape)
+            start += prod(shape)
+        return made
+
+    def engine(self, ways: int, rank: int) -> dict[str, np.ndarray]:
+        """What rank `rank` of `ways` must hold, by numpy and nothing else; -1 where nothing is published."""
+        full = {name: tensor.numpy() for name, tensor in self.published().items()}
+        rows = lambda x: np.split(x, ways)[rank]  # noqa: E731
+        heads = lambda x: np.repeat(np.split(x, self.kv_heads), max(1, ways // self.kv_heads), axis=0)  # noqa: E731
+        kv = lambda x: np.concatenate(np.split(heads(x), ways)[rank])  # noqa: E731
+        part = -(-self.vocabulary // 64) * 64 // ways
+        pad = lambda x: np.pad(x, ((0, part * ways - len(x)), (0, 0)), constant_values=-1)  # noqa: E731
+        layer, attention, mlp = "model.layers.0.", "model.layers.0.self_attn.", "model.layers.0.mlp."
+        found = {
+            f"{layer}input_layernorm.weight": full[f"{layer}input_layernorm.weight"],
+            f"{attention}o_proj.weight": np.split(full[f"{attention}o_proj.weight"], ways, axis=1)[rank],
+            f"{mlp}down_proj.weight": np.split(full[f"{mlp}down_proj.weight"], ways, axis=1)[rank],
+            f"{mlp}gate_up_proj.weight": np.concatenate([rows(full[f"{mlp}{x}_proj.weight"]) for x in ("gate", "up")]),
+        }
+        for kind in ("weight", "bias"):
+            q, k, v = (full[f"{attention}{x}_proj.{kind}"] for x in "qkv")
+            found[f"{attention}qkv_proj.{kind}"] = np.concatenate([rows(q), kv(k), kv(v)])
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in full:
+                found[name] = rows(pad(full[name]))
+        return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_trainer_layout_becomes_any_engine_layout(data: st.DataObject) -> None:
+    ways, num_ranks = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 3))
+    model = Decoder(data.draw(st.sampled_from([1, 2, 4])), data.draw(st.booleans()), data.draw(st.integers(3, 130)))
+    laid_out_for = data.draw(
+        st.sampled_from([ways, 1])
+    )  # an engine of other parallelism than was laid out for fits, too
+    published = model.published()
+    bounds = {name: data.draw(row_bounds(full.shape[0], num_ranks)) for name, full in published.items()}
+    layouts, payloads, _ = cut(published, bounds, F32, Split(laid_out_for, model.kv_heads))
+    read = 0
+    for rank in range(ways):
+        wanted = model.engine(ways, rank)
+        specs = {name: (whole.shape, F32) for name, whole in wanted.items()}
+        plan = plan_pull(layouts, specs, fused_place(Split(ways, model.kv_heads), rank))
+        tensors = {name: torch.full(shape, -1.0) for name, (shape, _) in specs.items()}
+        arrive(plan, payloads).copies(tensors).run()
+        for name, whole in wanted.items():
+            assert np.array_equal(tensors[name].numpy(), whole), name
+        read += sum(read.nbytes for reads in plan.reads for read in reads)
+        assert all(len(reads) <= 2 for reads in plan.reads)
+    if laid_out_for == ways and model.kv_heads % ways == 0:  # only what every engine rank needs is read more than once
+        shared = sum(layout.sections[-1][1] for layout in layouts) * (ways - 1) if ways > 1 else 0
+        assert read == sum(nbytes for layout in layouts for _, nbytes in layout.sections) + shared
+
+
+def test_one_rank_moves_in_one_piece_and_needs_no_assembly() -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.randn(2, 2)}
-    layouts, _, _ = cut(tensors, {name: [0, full.shape[0]] for name, full in tensors.items()})
-    plan = plan_pull(layouts, {name: (tuple(full.shape), F32) for name, full in tensors.items()})
-    assert plan.segments == ((Segment(0, 0, plan.nbytes),),)
+    layouts, payloads, _ = cut(tensors, {name: [0, full.shape[0]] for name, full in tensors.items()})
+    plan = plan_pull(layouts, plain(tensors))
+    assert plan.reads == ((Read(0, 0, 0, layouts[0].nbytes),),)
+    staged = arrive(plan, payloads)
+    start = staged.buffer.data_ptr()
+    assert all(0 <= tensor.data_ptr() - start < plan.nbytes for _, tensor in staged.tensors())
 
 
-def test_joined_segments_spare_the_rows_of_other_ranks() -> None:
-    # Rank 0's padding after its 32 bytes of a is as long as rank 1's part of a: joining over it would overwrite that.
-    tensors = {"a": torch.arange(16.0).reshape(2, 8), "b": torch.arange(16.0, 32.0).reshape(2, 8)}
-    layouts, payloads, _ = cut(tensors, {"a": [0, 1, 2], "b": [0, 2, 2]})
-    plan = plan_pull(layouts, dict.fromkeys(tensors, ((2, 8), F32)))
-    arrived, _ = carry_out(plan, [payloads[1], payloads[0]][::-1])
-    assert all(torch.equal(arrived[name], full) for name, full in tensors.items())
-    reordered = PullPlan(plan.nbytes, plan.tensors, plan.segments[::-1], plan.pieces)
-    arrived, _ = carry_out(reordered, payloads[::-1])
-    assert all(torch.equal(arrived[name], full) for name, full in tensors.items())
+@pytest.mark.parametrize(
+    ("name", "shape", "ways", "message"),
+    [
+        ("l.self_attn.q_proj.weight", (6, 2), 4, "q_proj.weight: 6 rows or columns cannot be cut for 4"),
+        ("l.mlp.down_proj.weight", (4, 9), 2, "down_proj.weight: 9 rows or columns cannot be cut for 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(name: str, shape: tuple[int, ...], ways: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Split(ways, ways).blocks(name, shape)
+    with pytest.raises(ValueError, match="3 key-value heads cannot be dealt to 4"):
+        fused_place(Split(4, 3), 0)("a.k_proj.weight", {"a.q_proj.weight": (8, 2), "a.k_proj.weight": (6, 2)})
 
 
 def layout(*entries: tuple, rank: int = 0, num_ranks: int = 1) -> ShardLayout:
@@ -106,7 +217,7 @@ def layout(*entries: tuple, rank: int = 0, num_ranks: int = 1) -> ShardLayout:
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         made.append(ShardEntry(name, shape, "float32", row_start, rows, offset, nbytes))
         end = offset + nbytes
-    return ShardLayout(rank, num_ranks, end, tuple(made))
+    return ShardLayout(rank, num_ranks, end, tuple(made), ((0, end),))
 
 
 W = ("w", (4, 2))
@@ -156,24 +267,11 @@ def test_renamed_and_stale_names_are_an_error_and_nothing_is_planned() -> None:
     assert not caught.value.retryable and staging.buffer.numel() == 0
 
 
-def test_fused_engine_tensors_are_filled_from_several_published_ones() -> None:
-    q, k, v = torch.randn(4, 3), torch.randn(2, 3), torch.randn(2, 3)
-    rows = {"q": 0, "k": 4, "v": 6}
-    place: Place = lambda name: ("qkv", rows[name]) if name in rows else same_place(name)  # noqa: E731
-    tensors = {"q": q, "k": k, "v": v, "o": torch.randn(3, 4)}
-    layouts, payloads, _ = cut(tensors, {"q": [0, 2, 4], "k": [0, 1, 2], "v": [0, 1, 2], "o": [0, 2, 3]})
-    plan = plan_pull(layouts, {"qkv": ((8, 3), F32), "o": ((3, 4), F32)}, place)
-    arrived, _ = carry_out(plan, payloads)
-    assert torch.equal(arrived["qkv"], torch.cat([q, k, v]))
-    with pytest.raises(ValueError, match=r"rows 8\.\.8 of qkv \(9 rows\) are published by no rank"):
-        plan_pull(layouts, {"qkv": ((9, 3), F32), "o": ((3, 4), F32)}, place)
-
-
 def test_a_tensor_without_dimensions_is_one_row() -> None:
     layout_ = lay_out([WeightShard("scale", (), 0, torch.tensor(2.5))], 0, 1, None)
     assert layout_.entries[0].rows == 1
     plan = plan_pull([layout_], {"scale": ((), F32)})
-    assert (plan.tensors[0].shape, plan.nbytes) == ((), 4)
+    assert (plan.tensors[0].shape, plan.tensors[0].nbytes, plan.nbytes) == ((), 4, ALIGNMENT)
 
 
 def test_the_cast_happens_at_the_publisher_and_leaves_integers_alone() -> None:
@@ -200,16 +298,11 @@ def test_a_rank_may_not_change_what_it_publishes(other: list) -> None:
         pack(later, made, torch.zeros(made.nbytes, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("limit", [1, 7, 64, 10**9])
-def test_windows_cover_every_segment_in_order(limit: int) -> None:
-    segments = [Segment(0, 100, 130), Segment(200, 0, 1), Segment(300, 500, 64)]
-    groups = windows(segments, limit)
-    sizes = [sum(part.nbytes for part in group) for group in groups]
-    assert all(size == limit for size in sizes[:-1]) and 0 < sizes[-1] <= limit
-    covered = [(part.source + i, part.target + i) for group in groups for part in group for i in range(part.nbytes)]
-    assert covered == [(seg.source + i, seg.target + i) for seg in segments for i in range(seg.nbytes)]
+def test_windows_cover_everything_in_order() -> None:
+    assert windows(5, 2) == [(0, 2), (2, 2), (4, 1)]
+    assert windows(4, 10**9) == [(0, 4)] and windows(0, 1) == []
     with pytest.raises(ValueError, match="must be positive"):
-        windows(segments, 0)
+        windows(1, 0)
 
 
 NBYTES = 3 * 65536 + 13
@@ -217,23 +310,56 @@ NBYTES = 3 * 65536 + 13
 
 @pytest.mark.parametrize("position", [0, 7, 65535, 65536, 2 * 65536 + 9, 3 * 65536, NBYTES - 1])
 def test_checksum_sees_any_changed_byte(position: int) -> None:
-    data = torch.arange(NBYTES).to(torch.uint8).numpy()
-    before = checksum(data, [(0, NBYTES)])
+    data = torch.arange(NBYTES).to(torch.uint8)
+    before = checksum(data)
     data[position] ^= 0x80
-    assert checksum(data, [(0, NBYTES)]) != before
+    assert checksum(data) != before
 
 
-def test_checksum_depends_on_content_and_order_but_not_on_place() -> None:
+def test_checksum_depends_on_content_order_and_length_but_not_on_place() -> None:
     data = torch.randint(0, 256, (4 * 65536,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    one, two = data[:70001], data[70001 : 70001 + 1003]
-    moved = torch.zeros(200_000, dtype=torch.uint8)
-    moved[90_003 : 90_003 + 70001], moved[5 : 5 + 1003] = one, two
-    pieces = [(0, 70001), (70001, 1003)]
-    assert checksum(data.numpy(), pieces) == checksum(moved.numpy(), [(90_003, 70001), (5, 1003)])
-    assert checksum(data.numpy(), pieces) != checksum(data.numpy(), pieces[::-1])
+    moved = torch.cat([torch.zeros(64, dtype=torch.uint8), data])[64:]
+    assert checksum(moved) == checksum(data)
     swapped = torch.cat([data[65536:131072], data[:65536], data[131072:]])
-    whole = [(0, data.numel())]
-    assert checksum(data.numpy(), whole) != checksum(swapped.numpy(), whole)
+    assert checksum(swapped) != checksum(data)
+    assert checksum(torch.cat([data, torch.zeros(8, dtype=torch.uint8)])) != checksum(data)
+    assert fold((1, 2)) != fold((2, 1))
+
+
+HERE, THERE = Location("one"), Location("two")
+A, B, C = Location("one", "a", ("b",)), Location("one", "b", ("a",)), Location("one", "c")
+FAR = Location("two", "d")
+
+
+@pytest.mark.parametrize(
+    ("publisher", "reader", "wanted", "route"),
+    [
+        (A, A, "auto", ("vram", "vram")), (A, B, "auto", ("vram", "vram")), (A, C, "auto", ("shm", "host")),
+        (A, HERE, "auto", ("shm", "host")), (HERE, A, "auto", ("shm", "host")), (HERE, HERE, "auto", ("shm", "host")),
+        (A, FAR, "auto", ("nixl", "vram")), (A, THERE, "auto", ("nixl", "host")), (HERE, FAR, "auto", ("nixl", "host")),
+        (A, B, "vram", ("vram", "vram")), (A, A, "shm", ("shm", "host")), (HERE, HERE, "nixl", ("nixl", "host")),
+        (A, B, "nixl", ("nixl", "vram")), (A, C, "nixl", ("nixl", "host")),
+    ],
+)  # fmt: skip
+def test_the_route_follows_from_the_places(publisher: Location, reader: Location, wanted: str, route) -> None:
+    found = choose_route(publisher, reader, wanted)
+    assert (found.name, found.memory) == route
+
+
+@pytest.mark.parametrize(
+    ("publisher", "reader", "wanted", "message"),
+    [
+        (HERE, A, "vram", "route=vram is impossible: the trainer's weights are in host memory"),
+        (A, HERE, "vram", "route=vram is impossible: the engine's weights are in host memory"),
+        (A, FAR, "vram", "route=vram is impossible: trainer and reader are on different hosts"),
+        (A, C, "vram", "route=vram is impossible: GPU c cannot read GPU a directly"),
+        (HERE, THERE, "shm", "route=shm is impossible: trainer and reader are on different hosts; use auto or nixl"),
+        (HERE, THERE, "rdma", "route=rdma is unknown: use one of auto, vram, shm, nixl"),
+    ],
+)
+def test_an_impossible_route_is_refused_by_name(publisher: Location, reader: Location, wanted: str, message) -> None:
+    with pytest.raises(RouteError, match=message):
+        choose_route(publisher, reader, wanted)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 def publish(table: SlotTable, version: int, incarnation: int = 0) -> tuple[Slot, tuple[str, ...]]:
     slot, revoked = table.begin_write(version, incarnation)
-    table.finish_write(slot, checksum=100 * incarnation + version)
+    table.finish_write(slot, (100 * incarnation + version,))
     return slot, revoked
 
 
@@ -24,7 +24,7 @@ def test_the_two_newest_versions_are_held() -> None:
         table.open(0, 0, "a", 10.0)
     for version in range(4):
         publish(table, version)
-    assert [table.open(version, 0, f"r{version}", 10.0).checksum for version in (2, 3)] == [2, 3]
+    assert [table.open(version, 0, f"r{version}", 10.0).checksums for version in (2, 3)] == [(2,), (3,)]
     for version, incarnation in [(1, 0), (4, 0), (3, 1)]:
         with pytest.raises(VersionNotHeldError, match=r"held: 2 of incarnation 0, 3 of incarnation 0"):
             table.open(version, incarnation, "a", 10.0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from psrl.trainer.backends.base import WeightShard
+from psrl.weights.copies import Copies, views
 from psrl.weights.plan import PullPlan
 
 
@@ -35,7 +36,7 @@ class Publication:
 class StagedWeights:
     """A whole, checked version in this process' memory, to be switched to between two decode steps.
 
-    The tensors are views of the puller's staging buffer: they are valid until its next pull or its close.
+    It lies as it arrived, in the puller's buffer, and is valid until its next pull or its close.
     """
 
     version: int
@@ -43,6 +44,8 @@ class StagedWeights:
     plan: PullPlan
     buffer: torch.Tensor
     transport: str
+    transfer_s: float = 0.0
+    """Seconds in which bytes were moved, a part of `pull_s`."""
     pull_s: float = 0.0
     valid: bool = field(default=True)
 
@@ -52,19 +55,37 @@ class StagedWeights:
         return sum(tensor.nbytes for tensor in self.plan.tensors)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each tensor of the engine, in its shape and dtype; no copy. RuntimeError if stale."""
-        for staged in self.plan.tensors:
-            if not self.valid:
-                raise RuntimeError(f"staged weights {self.version} are gone: another pull has begun since")
-            flat = self.buffer[staged.offset : staged.offset + staged.nbytes]
-            yield staged.name, flat.view(staged.dtype).view(staged.shape)
+        """(name, tensor) of each tensor of the engine, in its shape and dtype: a view where it has arrived in one piece, else
+        put together now. RuntimeError if stale."""
+        for planned in self.plan.tensors:
+            self._check_valid()
+            if (start := planned.whole_at) is not None:
+                flat = self.buffer[start : start + planned.nbytes]
+                yield planned.name, flat.view(planned.dtype).view(planned.shape)
+                continue
+            made = torch.zeros(planned.shape, dtype=planned.dtype, device=self.buffer.device)
+            for target, source in views(planned, self.buffer, made):
+                target.copy_(source)
+            yield planned.name, made
+
+    def copies(self, tensors: Mapping[str, torch.Tensor], earlier: Copies | None = None) -> Copies:
+        """The copies that put this version into the engine's own tensors; `earlier` ones to the same tensors are used again if
+        they fit. RuntimeError if stale."""
+        self._check_valid()
+        if earlier is not None and earlier.plan is self.plan and earlier.buffer is self.buffer:
+            return earlier
+        return Copies(self.plan, self.buffer, tensors)
+
+    def _check_valid(self) -> None:
+        if not self.valid:
+            raise RuntimeError(f"staged weights {self.version} are gone: another pull has begun since")
 
 
 class WeightPublisher(Protocol):
     """One trainer rank's side."""
 
     transport: str
-    """What carries the bytes, for the log: "nixl (posix,cma,tcp)"."""
+    """What carries the bytes, for the log: "nixl, filesystem"."""
 
     def serve(self) -> None:
         """Become reachable. Once, before the first `publish`."""

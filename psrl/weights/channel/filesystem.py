@@ -24,6 +24,7 @@ from psrl.weights.channel.base import Publication, PullError, StagedWeights
 from psrl.weights.memory import flat_buffer
 from psrl.weights.pack import lay_out, pack
 from psrl.weights.plan import Place, Specs, same_place
+from psrl.weights.split import Split
 from psrl.weights.staging import Staging
 
 TRANSPORT = "filesystem"
@@ -47,10 +48,12 @@ def _held(directory: Path, rank: int, suffix: str) -> list[tuple[int, int]]:
 class FilesystemPublisher:
     """One trainer rank's side; see WeightPublisher."""
 
-    def __init__(self, run_dir: RunDir, rank: int, num_ranks: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, run_dir: RunDir, rank: int, num_ranks: int, dtype: torch.dtype | None = None, split: Split | None = None
+    ) -> None:
         self.transport = TRANSPORT
         self._directory = run_dir.weights
-        self._rank, self._num_ranks, self._dtype = rank, num_ranks, dtype
+        self._rank, self._num_ranks, self._dtype, self._split = rank, num_ranks, dtype, split
         self._layout: ShardLayout | None = None
         self._payload = torch.empty(0, dtype=torch.uint8)
 
@@ -67,14 +70,14 @@ class FilesystemPublisher:
             )
         given = list(shards)
         if self._layout is None:
-            self._layout = lay_out(given, self._rank, self._num_ranks, self._dtype)
+            self._layout = lay_out(given, self._rank, self._num_ranks, self._dtype, self._split)
             self._payload = flat_buffer(self._layout.nbytes)
         found = pack(given, self._layout, self._payload)
         with _path(self._directory, version, incarnation, self._rank, "bin").open("xb") as file:
             file.write(self._payload.numpy().data)
         marker = _path(self._directory, version, incarnation, self._rank, "json")
         text = msgspec.json.encode(
-            ShardFile(version=version, incarnation=incarnation, checksum=found, layout=self._layout)
+            ShardFile(version=version, incarnation=incarnation, checksums=found, layout=self._layout)
         )
         unseen = marker.with_suffix(".tmp")
         unseen.write_bytes(text)
@@ -133,12 +136,12 @@ class FilesystemPuller:
         for rank, file in enumerate(files):
             path = _path(self._directory, version, incarnation, rank, "bin")
             with path.open("rb", buffering=0) as payload:
-                for segment in self._staging.plan.segments[rank]:
-                    payload.seek(segment.source)
-                    arrived += _read_exactly(payload, into[segment.target : segment.target + segment.nbytes], path)
+                for read in self._staging.plan.reads[rank]:
+                    payload.seek(read.source)
+                    arrived += _read_exactly(payload, into[read.target : read.target + read.nbytes], path)
                     if self.on_progress is not None:
                         self.on_progress(arrived)
-            if self._staging.checksum(rank) != file.checksum:
+            if not self._staging.intact(rank, file.checksums):
                 raise EOFError(f"checksum of {path.name} is wrong")
         return self._staging.hand_out(version, incarnation, self.transport)
 

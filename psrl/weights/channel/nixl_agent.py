@@ -43,7 +43,9 @@ def prepare_environment(address: str | None) -> str:
     """Choose how bytes travel, before the library is loaded: on a host without a GPU by shared memory, cross-memory
     attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    if "UCX_TLS" not in os.environ and not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # else reads of device memory run at 0.5 GB/s
+    elif "UCX_TLS" not in os.environ:
         os.environ["UCX_TLS"] = CPU_TRANSPORTS
         if address is not None and (interface := _interface_of(address)) is not None:
             os.environ.setdefault("UCX_NET_DEVICES", interface)
@@ -70,6 +72,15 @@ def _load() -> ModuleType:
         except ImportError as error:
             faults.append(str(error))
     raise ImportError("; ".join(faults))
+
+
+def memory_type(buffer: torch.Tensor) -> str:
+    """NIXL's name for the memory that a tensor lies in."""
+    return "VRAM" if buffer.is_cuda else "DRAM"
+
+
+def device_index(buffer: torch.Tensor) -> int:
+    return buffer.device.index or 0
 
 
 class Read:
@@ -123,9 +134,10 @@ class TransferAgent:
             raise TransferError("nixl has no UCX plugin here")
 
     def register(self, buffer: torch.Tensor) -> Any:
-        """Make a contiguous CPU tensor readable and writable by transfers; returns what `deregister` takes."""
+        """Make a contiguous tensor readable and writable by transfers; returns what `deregister` takes."""
+        region = (buffer.data_ptr(), buffer.nbytes, device_index(buffer), "")
         try:
-            return self._agent.register_memory([(buffer.data_ptr(), buffer.nbytes, 0, "")], mem_type="DRAM")
+            return self._agent.register_memory([region], mem_type=memory_type(buffer))
         except self._errors as error:
             raise TransferError(f"nixl cannot register {buffer.nbytes} bytes: {error}") from error
 
@@ -150,14 +162,13 @@ class TransferAgent:
         except self._errors as error:
             raise TransferError(str(error)) from error
 
-    def read(self, peer: str, moves: Iterable[tuple[int, int, int]], device: int = 0) -> Read:
-        """Post a read of (local address, remote address, nbytes) moves from `peer`. It may be done already."""
-        pairs = list(moves)
+    def read(self, peer: str, into: torch.Tensor, address: int, device: int) -> Read:
+        """Post a read of `peer`'s memory at `address` of its `device` into the registered tensor `into`. Both ends are of one
+        kind, host or device memory: anything mixed is slower than a disk. It may be done already."""
+        kind, nbytes = memory_type(into), into.nbytes
         try:
-            local = self._agent.get_xfer_descs([(to, nbytes, 0) for to, _, nbytes in pairs], mem_type="DRAM")
-            remote = self._agent.get_xfer_descs(
-                [(source, nbytes, device) for _, source, nbytes in pairs], mem_type="DRAM"
-            )
+            local = self._agent.get_xfer_descs([(into.data_ptr(), nbytes, device_index(into))], mem_type=kind)
+            remote = self._agent.get_xfer_descs([(address, nbytes, device)], mem_type=kind)
             handle = self._agent.initialize_xfer("READ", local, remote, peer)
         except self._errors as error:
             raise TransferError(f"{type(error).__name__}: {error}") from error

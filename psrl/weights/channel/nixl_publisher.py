@@ -1,7 +1,7 @@
-"""A trainer rank's side of the NIXL channel: two slots in its memory, read by any number of instances at once.
+"""A trainer rank's side of the memory channel: two slots where its weights are, read by any number of instances at once.
 
-Training goes on while instances read: a thread of its own answers them and makes progress for them. Without readers it
-sleeps. It never touches the payload; `publish` alone does, on the trainer's thread.
+Training goes on while instances read: a thread of its own answers them, chooses their way and makes progress for them.
+Without readers it sleeps. It never touches the slots' payload; `publish` alone does, on the trainer's thread.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import torch
 
 from psrl.net.server import Server
 from psrl.net.waiting import Wakeup, wait
-from psrl.protocol.weights import CloseRead, OpenRead, ReadGranted, ReadRefused, ShardLayout, ToPublisher
+from psrl.protocol.weights import CloseRead, Location, OpenRead, ReadGranted, ReadRefused, ShardLayout, ToPublisher
 from psrl.rundir.endpoints import Endpoint, publish_next_endpoint
 from psrl.rundir.keys import load_keys
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import Publication
-from psrl.weights.channel.nixl_agent import TransferAgent, prepare_environment
-from psrl.weights.channel.slot_header import HEADER_BYTES, SlotHeader, write_header
-from psrl.weights.memory import flat_buffer
+from psrl.weights.channel.nixl_agent import TransferAgent, TransferError, device_index, prepare_environment
+from psrl.weights.channel.slots import Mirror, Slots
+from psrl.weights.location import locate
 from psrl.weights.pack import lay_out, pack
-from psrl.weights.store import Slot, SlotTable, VersionNotHeldError
+from psrl.weights.route import VRAM, RouteError, choose_route
+from psrl.weights.split import Split
+from psrl.weights.store import Slot, SlotState, SlotTable, VersionNotHeldError
 
 PROGRESS_S = 0.0003
 """Pause between two rounds of progress while somebody reads; a socket transport stalls if it is much longer."""
@@ -46,6 +48,7 @@ def endpoint_name(rank: int) -> str:
 class NixlPublisher:
     """See WeightPublisher. `address` is what the control socket binds to. Before a slot is overwritten its readers have
     `reader_grace_s` to finish, then it is taken from them (they notice and pull again). `peers`: instances to expect.
+    `split`: the engines' tensor parallelism.
     """
 
     def __init__(
@@ -58,17 +61,21 @@ class NixlPublisher:
         address: str = "127.0.0.1",
         reader_grace_s: float = 5.0,
         peers: int = 64,
+        split: Split | None = None,
     ) -> None:
         self.transport = prepare_environment(address)
+        self._split = split or Split()
         self._run_dir, self._rank, self._num_ranks, self._dtype = run_dir, rank, num_ranks, dtype
         self._address, self._reader_grace_s, self._peers = address, reader_grace_s, peers
         self._table = SlotTable()
         self._changed = threading.Condition()  # guards the table, and tells when a reader has left
-        self._slots: tuple[torch.Tensor, ...] = ()
+        self._name = f"weights-{rank}-{secrets.token_hex(6)}"
+        self._home: Slots | None = None
+        self._mirror: Mirror | None = None
+        self._location: Location | None = None
         self._layout: ShardLayout | None = None
-        self._metadata = b""
         self._advertised = -1
-        self._agent: TransferAgent | None = None
+        self._agents: dict[str, tuple[TransferAgent, bytes]] = {}
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
         self._wakeup = Wakeup()
@@ -78,7 +85,6 @@ class NixlPublisher:
         """Most instances that read at the same moment so far."""
 
     def serve(self) -> None:
-        self._agent = TransferAgent(f"weights-{self._rank}-{secrets.token_hex(6)}")
         keys, name = load_keys(self._run_dir), endpoint_name(self._rank)
         self._server = Server(keys, self._address, ToPublisher, name=name, peers=self._peers)
         self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
@@ -87,8 +93,8 @@ class NixlPublisher:
     def publish(self, version: int, incarnation: int, shards: Iterable[WeightShard]) -> Publication:
         given = list(shards)
         if self._layout is None:
-            self._allocate(lay_out(given, self._rank, self._num_ranks, self._dtype))
-        assert self._layout is not None
+            self._allocate(given)
+        assert self._layout is not None and self._home is not None
         begun_s = time.monotonic()
         with self._changed:
             self._check_serving()
@@ -99,7 +105,7 @@ class NixlPublisher:
         if revoked:
             log.warning("the slot for version %d was taken from %d slow readers", version, len(revoked))
         try:
-            found = pack(given, self._layout, self._slots[slot.index][HEADER_BYTES:])
+            found = pack(given, self._layout, self._home.payload(slot.index))
         except Exception:
             with self._changed:
                 self._table.abandon_write(slot)
@@ -123,26 +129,28 @@ class NixlPublisher:
         if self._server is not None:
             self._server.close(0.0)
             self._server = None
-        if self._agent is not None and self._table.num_readers():
-            self._agent.outlive_process(self._slots)
-        self._agent = None
+        homes = [slots for slots in (self._home, self._mirror.slots if self._mirror else None) if slots is not None]
+        if self._table.num_readers():
+            for agent, _ in self._agents.values():
+                agent.outlive_process(slots.whole for slots in homes)
+        self._agents.clear()
+        for slots in homes:
+            slots.close()
 
     # ---- the trainer's thread --------------------------------------------------------------------------------
 
-    def _allocate(self, layout: ShardLayout) -> None:
-        if self._agent is None:
-            raise RuntimeError("publish() was called before serve()")
-        slots = tuple(flat_buffer(HEADER_BYTES + layout.nbytes) for _ in self._table.slots)
-        for slot in slots:
-            self._agent.register(slot)
-        self._metadata = self._agent.metadata()
-        self._slots, self._layout = slots, layout
+    def _allocate(self, shards: list[WeightShard]) -> None:
+        self._check_serving()
+        layout = lay_out(shards, self._rank, self._num_ranks, self._dtype, self._split)
+        device = shards[0].local.device if shards else torch.device("cpu")
+        self._location = locate(device)
+        self._home, self._layout = Slots(layout.nbytes, device), layout
 
     def _put_header(self, slot: Slot) -> None:
-        header = SlotHeader(
-            version=slot.version, incarnation=slot.incarnation, sequence=slot.sequence, checksum=slot.checksum
-        )
-        write_header(self._slots[slot.index], header)
+        assert self._home is not None
+        self._home.put_header(slot)
+        if self._mirror is not None and slot.state is SlotState.WRITING:
+            self._mirror.slots.put_header(slot)  # who still reads the copy of the version before shall notice
 
     def _advertise(self, incarnation: int) -> None:
         assert self._server is not None
@@ -167,10 +175,11 @@ class NixlPublisher:
             log.exception("serving weights failed")
 
     def _round(self) -> None:
-        assert self._server is not None and self._agent is not None
+        assert self._server is not None
         reading = self._table.num_readers() > 0
         if reading:
-            self._agent.progress()
+            for agent, _ in self._agents.values():
+                agent.progress()
             time.sleep(PROGRESS_S)
         else:
             wait([self._server, self._wakeup], 60.0)
@@ -186,28 +195,67 @@ class NixlPublisher:
             self._expire()
 
     def _open(self, peer: bytes, request: OpenRead) -> ReadGranted | ReadRefused:
-        lease_s = min(max(request.lease_s, 0.0), LONGEST_LEASE_S)
+        lease_end_s = time.monotonic() + min(max(request.lease_s, 0.0), LONGEST_LEASE_S)
+        reader = peer.hex()
         with self._changed:
             try:
-                slot = self._table.open(request.version, request.incarnation, peer.hex(), time.monotonic() + lease_s)
+                slot = self._table.open(request.version, request.incarnation, reader, lease_end_s)
             except VersionNotHeldError as error:
                 return ReadRefused(read=request.read, cause=str(error))
             self.peak_readers = max(self.peak_readers, self._table.num_readers())
-            sequence, checksum = slot.sequence, slot.checksum
-        assert self._agent is not None
-        memory = self._slots[slot.index]
-        known = request.known_agent == self._agent.name
+            sequence, checksums = slot.sequence, slot.checksums
+        assert self._location is not None
+        try:
+            route = choose_route(self._location, request.location, request.route)
+            slots = self._held_in(route.memory, slot, sequence)
+            agent, metadata = self._agent_of(slots) if route.name != "shm" else ("", b"")
+        except (RouteError, VersionNotHeldError, TransferError, OSError) as error:
+            self._leave(reader)
+            return ReadRefused(read=request.read, cause=str(error), final=isinstance(error, RouteError))
+        memory = slots.slot(slot.index)
         return ReadGranted(
             read=request.read,
-            agent=self._agent.name,
+            publisher=self._name,
+            route=route.name,
+            memory=route.memory,
+            why=route.why,
             address=memory.data_ptr(),
             nbytes=memory.nbytes,
-            device=0,
+            device=device_index(memory),
             sequence=sequence,
-            checksum=checksum,
-            metadata=b"" if known else self._metadata,
-            layout=None if known else self._layout,
+            checksums=checksums,
+            agent=agent,
+            metadata=b"" if request.known_agent == agent else metadata,
+            layout=None if request.known_layout == self._name else self._layout,
+            shared=slots.shared(slot.index) if route.name == "shm" else None,
         )
+
+    def _held_in(self, memory: str, slot: Slot, sequence: int) -> Slots:
+        """The slots in that kind of memory, this version in them. OSError if there is no room for a copy."""
+        assert self._home is not None and self._layout is not None
+        if memory == self._home.memory:
+            return self._home
+        if self._mirror is None:
+            torch.cuda.set_device(self._home.device)
+            self._mirror = Mirror(self._home, self._layout.nbytes)
+        if not self._mirror.holds(slot):
+            self._mirror.fill(slot)
+            with self._changed:
+                if slot.sequence != sequence:
+                    raise VersionNotHeldError("the version was overwritten while it was copied to host memory")
+                self._mirror.settle(slot)
+        return self._mirror.slots
+
+    def _agent_of(self, slots: Slots) -> tuple[str, bytes]:
+        """Name and metadata of the agent that makes this memory readable; made when it is first asked for."""
+        if slots.memory not in self._agents:
+            if slots.memory == VRAM:
+                torch.cuda.set_device(slots.device)
+            agent = TransferAgent(f"{self._name}-{slots.memory}")
+            agent.register(slots.whole)
+            self._agents[slots.memory] = agent, agent.metadata()
+        agent, metadata = self._agents[slots.memory]
+        return agent.name, metadata
 
     def _leave(self, reader: str) -> None:
         with self._changed:

@@ -1,7 +1,7 @@
 """One publisher as a reader sees it: where it is, the question for a version, the answer.
 
-Each pull connects anew (milliseconds, once a version), so that nothing goes stale between two pulls and the publisher
-sees at once when a reader has gone. Only the endpoint, the layout and the met agent are kept.
+The connection is kept from pull to pull: a new one would cost more than reading a small model out of the same GPU. One that
+broke meanwhile, or on which a pull has failed, is made anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 import time
 
 from psrl.net.client import Client
-from psrl.protocol.weights import CloseRead, FromPublisher, OpenRead, ReadGranted, ReadRefused, ShardLayout
+from psrl.protocol.weights import CloseRead, FromPublisher, Location, OpenRead, ReadGranted, ShardLayout
 from psrl.rundir.endpoints import latest_endpoint
 from psrl.rundir.keys import RunKeys
 from psrl.rundir.layout import RunDir
@@ -29,11 +29,16 @@ _reads = itertools.count(1)
 class Source:
     """Trainer rank `rank`. `open`, then `poll` until it returns a grant, then `close`; again for the next version."""
 
-    def __init__(self, run_dir: RunDir, keys: RunKeys, rank: int) -> None:
+    def __init__(self, run_dir: RunDir, keys: RunKeys, rank: int, location: Location) -> None:
         self.rank = rank
+        self._location = location
         self.met: str = ""
         """Name of the publisher's agent that the reader's agent has met; "" if none."""
+        self.lost = False
+        """A read from that agent has failed: it must be met anew."""
         self.layout: ShardLayout | None = None
+        self.publisher: str = ""
+        """Name of the publisher whose layout this is."""
         self.client = Client(keys, FromPublisher, name=f"weights-reader-{rank}")
         self._run_dir = run_dir
         self._generation = -1
@@ -41,7 +46,7 @@ class Source:
         self._question: OpenRead | None = None
         self._next_look_s = self._asked_s = 0.0
 
-    def open(self, version: int, incarnation: int, deadline_s: float) -> None:
+    def open(self, version: int, incarnation: int, deadline_s: float, route: str = "auto") -> None:
         """Ask for this version; the answer comes from `poll`."""
         now_s = time.monotonic()
         self._question = OpenRead(
@@ -49,11 +54,17 @@ class Source:
             version=version,
             incarnation=incarnation,
             lease_s=max(0.0, deadline_s - now_s) + _LEASE_MARGIN_S,
-            known_agent=self.met,
+            location=self._location,
+            route=route,
+            known_agent="" if self.lost else self.met,
+            known_layout=self.publisher,
         )
         self._next_look_s = now_s
         self._asked_s = now_s
-        if self._address is not None:
+        self.client.poll(0.0)  # notices that the connection has broken
+        if self.client.established and not self.client.broken:
+            self.client.send(self._question)
+        elif self._address is not None:
             self._ask(self._address)
 
     def poll(self) -> ReadGranted | None:
@@ -65,8 +76,9 @@ class Source:
                 continue
             if isinstance(answer, ReadGranted):
                 return answer
-            if isinstance(answer, ReadRefused):
-                refusal = answer.cause
+            if answer.final:
+                raise PullError(f"trainer rank {self.rank}: {answer.cause}", retryable=False)
+            refusal = answer.cause
         lost = self.client.broken if self._address is not None else None
         now_s = time.monotonic()
         if refusal or lost or (not self.client.established and now_s >= self._next_look_s):
@@ -81,17 +93,22 @@ class Source:
             raise PullError(f"trainer rank {self.rank} could not be reached for {PATIENCE_S:g} s: {cause}")
         return None
 
-    def close(self) -> None:
-        """End the read, well or badly; harmless if there is none."""
+    def close(self, keep: bool = False) -> None:
+        """End the read, well (then the connection may be kept) or badly; harmless if there is none."""
         if self._question is not None:
             if self.client.established:
                 self.client.send(CloseRead(read=self._question.read))
             self._question = None
-        self.client.close()
+        if not keep:
+            self.client.close()
 
-    def forget(self) -> None:
-        """The publisher's agent is gone: the next one must be met anew."""
-        self.met, self.layout = "", None
+    def learn(self, grant: ReadGranted) -> ShardLayout:
+        """The publisher's layout, from this grant or an earlier one."""
+        if grant.layout is not None:
+            self.publisher, self.layout = grant.publisher, grant.layout
+        if self.layout is None:
+            raise PullError(f"trainer rank {self.rank} did not say what it publishes")
+        return self.layout
 
     def _follow(self) -> bool:
         """Look for a newer endpoint than the one in use (a restarted trainer's); True if there is one, and ask it."""

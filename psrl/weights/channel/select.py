@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +16,7 @@ from psrl.rundir.publish import publish, read_published
 from psrl.weights.channel.base import WeightPublisher, WeightPuller
 from psrl.weights.channel.nixl_agent import nixl_available, prepare_environment
 from psrl.weights.plan import Place, Specs, same_place
+from psrl.weights.split import Split
 
 if TYPE_CHECKING:
     from psrl.role import Role
@@ -69,25 +71,62 @@ def _note(run_dir: RunDir) -> Path:
 
 
 def make_publisher(role: Role, rank: int, num_ranks: int) -> WeightPublisher:
-    """The publisher of trainer rank `rank`; weights are cast to the dtype that the engines generate with."""
+    """The publisher of trainer rank `rank`; weights are cast to the dtype that the engines generate with and laid out for
+    their tensor parallelism."""
     dtype = getattr(torch, role.config.gen_actor_rollout_ref.rollout.dtype or role.config.model.dtype)
+    split = engine_split(role)
     if _mode(role) == "nixl":
         from psrl.weights.channel.nixl_publisher import NixlPublisher
 
         deployment = role.config.psrl.deployment
-        peers = max(64, 2 * (deployment.n_rollout_instances + deployment.n_validate_instances))
-        return NixlPublisher(role.run_dir, rank, num_ranks, dtype, address=role.address, peers=peers)
+        readers = (deployment.n_rollout_instances + deployment.n_validate_instances) * split.ways
+        return NixlPublisher(
+            role.run_dir, rank, num_ranks, dtype, address=role.address, peers=max(64, 2 * readers), split=split
+        )
     from psrl.weights.channel.filesystem import FilesystemPublisher
 
-    return FilesystemPublisher(role.run_dir, rank, num_ranks, dtype)
+    return FilesystemPublisher(role.run_dir, rank, num_ranks, dtype, split)
 
 
-def make_puller(role: Role, expected: Specs, place: Place = same_place) -> WeightPuller:
+def make_puller(
+    role: Role, expected: Specs, place: Place = same_place, device: torch.device | str = "cpu"
+) -> WeightPuller:
     """The puller of an instance whose engine wants the tensors of `expected` (`Engine.weight_specs`)."""
     if _mode(role) == "nixl":
         from psrl.weights.channel.nixl_puller import NixlPuller
 
-        return NixlPuller(role.run_dir, expected, place, address=role.address)
+        route = role.config.psrl.weights.route
+        return NixlPuller(role.run_dir, expected, place, device=device, address=role.address, route=route)
     from psrl.weights.channel.filesystem import FilesystemPuller
 
     return FilesystemPuller(role.run_dir, expected, place)
+
+
+def engine_split(role: Role) -> Split:
+    """How the engines cut the weights: their tensor parallelism, and the heads that it can be cut at."""
+    ways = getattr(role.config.gen_actor_rollout_ref.rollout, "tensor_model_parallel_size", 1)
+    if ways == 1:
+        return Split()
+    from psrl.models.resolve import run_model
+
+    config = json.loads((run_model(role.run_dir).path / "config.json").read_text())
+    return Split(ways, config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+RECEIVER = "psrl.weights.receiver:WeightReceiver"
+"""What pulls weights inside the process that owns an engine's GPU; it needs `receiver_settings`."""
+
+
+def receiver_settings(role: Role) -> dict[str, Any] | None:
+    """What a receiver has to know of the run, in plain values that any process can be given. None if weights go through
+    the filesystem: then the instance pulls."""
+    if _mode(role) != "nixl":
+        return None
+    split = engine_split(role)
+    return {
+        "run_dir": str(role.run_dir.path),
+        "address": role.address,
+        "route": role.config.psrl.weights.route,
+        "ways": split.ways,
+        "num_kv_heads": split.num_kv_heads,
+    }

@@ -25,14 +25,18 @@ class SlotHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_header(slot: torch.Tensor, header: SlotHeader) -> None:
-    """Put `header` in front of the uint8 tensor `slot`."""
-    fields = (header.version, header.incarnation, header.sequence, header.checksum)
-    _FORMAT.pack_into(slot.numpy().data, 0, _MAGIC, *fields)
+    """Put `header` in front of the uint8 tensor `slot`; on return it is there, on a device too."""
+    packed = bytearray(HEADER_BYTES)
+    _FORMAT.pack_into(packed, 0, _MAGIC, header.version, header.incarnation, header.sequence, header.checksum)
+    slot[:HEADER_BYTES].copy_(torch.frombuffer(packed, dtype=torch.uint8))
+    if slot.is_cuda:
+        torch.cuda.current_stream(slot.device).synchronize()
 
 
 def read_header(buffer: torch.Tensor) -> SlotHeader | None:
     """The header at the start of the uint8 tensor `buffer`, None if there is none."""
-    magic, version, incarnation, sequence, checksum = _FORMAT.unpack_from(buffer.numpy().data)
+    packed = buffer[:HEADER_BYTES].cpu().numpy().data
+    magic, version, incarnation, sequence, checksum = _FORMAT.unpack_from(packed)
     if magic != _MAGIC:
         return None
     return SlotHeader(version=version, incarnation=incarnation, sequence=sequence, checksum=checksum)
