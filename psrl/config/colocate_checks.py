@@ -35,6 +35,11 @@ def check_colocate(config: Config) -> list[str]:
             f"psrl.deployment.n_validate_instances={d.n_validate_instances} would generate in the trainer's turn with psrl.colocate=True: set it "
             "to 0 and trainer.test_freq=-1, or psrl.colocate=False."
         )
+    if p.weights.route == "vram" and not p.tms.enable_nixl:
+        raise ConfigError(
+            "psrl.weights.route=vram keeps published weights on the GPU, which psrl.tms.enable_nixl=False with psrl.colocate=True does not: set "
+            "enable_nixl=True (and a psrl.tms.range), or route=auto."
+        )
     partial = p.rollout_coordination.partial_rollout.enable
     if p.staleness and not partial:
         raise ConfigError(

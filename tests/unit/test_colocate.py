@@ -216,6 +216,7 @@ def composed(*overrides: str):
             [*ONE_EACH, "psrl.rollout_coordination.partial_rollout.enable=False"],
             ["psrl.staleness=1", "partial_rollout.enable=False"],
         ),
+        ([*ONE_EACH, "psrl.weights.route=vram"], ["psrl.weights.route=vram", "enable_nixl=False"]),
         ([*ONE_EACH, "psrl.tms.range=rollout"], ["psrl.tms.range=rollout", "null | train | all"]),
         (["psrl.tms.range=train"], ["psrl.tms.range=train", "psrl.colocate=False"]),
         ([*ONE_EACH, "psrl.tms.range=train", "psrl.tms.enable_cuda_graph=True"], ["enable_cuda_graph=True", "range=train"]),
