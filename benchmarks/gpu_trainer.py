@@ -32,6 +32,7 @@ DATASHEET_FLOPS = 989e12
 SIZES = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 ACTIVATIONS: dict[str, dict[str, bool]] = {
     "recomputed": {"gradient_checkpointing": True},
@@ -44,7 +45,7 @@ GIB = 2**30
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.6b", "1.7b"])
     parser.add_argument("--backends", nargs="+", default=["fsdp2", "megatron"])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")

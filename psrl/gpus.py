@@ -34,10 +34,11 @@ def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> tu
 
 @dataclass(frozen=True, slots=True)
 class NodeGpus:
-    """The GPUs of a node; the first `ranks` belong to trainer ranks."""
+    """The GPUs of a node; the first `ranks` belong to trainer ranks, and to instances too if they are `shared` in turns."""
 
     names: tuple[str, ...] = ()
     ranks: int = 0
+    shared: bool = False
 
     def of_rank(self, local_rank: int) -> dict[str, str]:
         """Environment of a trainer rank; a rank that has no GPU of its own sees none."""
@@ -50,7 +51,7 @@ class NodeGpus:
         >>> NodeGpus(("0", "1", "2", "3"), ranks=2).of_instance(1, 1)
         {'CUDA_VISIBLE_DEVICES': '3,0,1,2'}
         """
-        return _shown(self.names, self.ranks + number * each) if self.names else {}
+        return _shown(self.names, (0 if self.shared else self.ranks) + number * each) if self.names else {}
 
 
 def _shown(names: tuple[str, ...], first: int) -> dict[str, str]:
@@ -60,7 +61,8 @@ def _shown(names: tuple[str, ...], first: int) -> dict[str, str]:
 
 def node_gpus(config: Config, names: tuple[str, ...], ranks: int) -> NodeGpus:
     """The GPUs `names` of a node with so many trainer ranks, which take none where they compute on the CPU."""
-    return NodeGpus(names, 0 if config.trainer.device == "cpu" or len(names) < ranks else ranks)
+    own = 0 if config.trainer.device == "cpu" or len(names) < ranks else ranks
+    return NodeGpus(names, own, config.psrl.colocate)
 
 
 def check_gpus(config: Config, names: tuple[str, ...], *, one_host: bool) -> list[str]:
@@ -75,7 +77,7 @@ def check_gpus(config: Config, names: tuple[str, ...], *, one_host: bool) -> lis
         )
     each, taken = deployment.rollout_ngpus_per_node_per_instance, node_gpus(config, names, ranks).ranks
     instances = deployment.n_rollout_instances + deployment.n_validate_instances
-    needs_gpu = config.gen_actor_rollout_ref.rollout.name != "torch" and bool(names)
+    needs_gpu = config.gen_actor_rollout_ref.rollout.name != "torch" and bool(names) and not config.psrl.colocate
     if not needs_gpu or not one_host or taken + instances * each <= len(names):
         return []
     return [

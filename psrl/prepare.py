@@ -11,10 +11,12 @@ import argparse
 import logging
 import os
 import sys
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 from psrl.config.checks import check_data_size
+from psrl.config.colocate_checks import refuse_without_saver
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.configured_routing import check_cost_model
@@ -42,7 +44,9 @@ def prepare_run(run_dir: RunDir) -> None:
     """Check task and reward, make or find the model, write the prompt file. Raises ConfigError with one sentence."""
     config = load_config(run_dir)
     check_device(config.trainer.device)
-    for warning in check_gpus(config, visible_gpus(os.environ), one_host=os.environ.get("PSRL_LOCAL") == "1"):
+    gpus = visible_gpus(os.environ)
+    refuse_without_saver(config, has_gpu=bool(gpus), installed=find_spec("torch_memory_saver") is not None)
+    for warning in check_gpus(config, gpus, one_host=os.environ.get("PSRL_LOCAL") == "1"):
         log.warning("%s", warning)
     task = check_inputs(config)
     settle_mode(config, run_dir)

@@ -6,9 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from psrl.config import algorithm_checks, critic_checks
+from psrl.config import algorithm_checks, colocate_checks, critic_checks
 from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.backend_checks import check_backend, has_megatron
+from psrl.config.colocate_checks import check_colocate
 from psrl.config.critic_checks import check_critic
 from psrl.config.engine_checks import check_engine, has_vllm
 from psrl.config.errors import ConfigError
@@ -36,6 +37,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.device": ("auto", "cpu", "cuda"),
     "data.truncation": ("skip", "error"),
     **algorithm_checks.CHOICES,
+    **colocate_checks.CHOICES,
     **critic_checks.CHOICES,
 }
 AT_LEAST: dict[str, float] = {
@@ -101,6 +103,7 @@ POSITIVE: tuple[str, ...] = (
     "train_actor_rollout_ref.actor.grad_clip",
     "gen_actor_rollout_ref.rollout.top_p",
     *algorithm_checks.POSITIVE,
+    *colocate_checks.POSITIVE,
     *critic_checks.POSITIVE,
 )
 MAY_CHANGE = (
@@ -111,6 +114,8 @@ MAY_CHANGE = (
     "trainer.project_name",
     "trainer.experiment_name",
     "psrl.deployment.",
+    "psrl.colocate",
+    "psrl.tms.",
     "train_actor_rollout_ref.actor.strategy",
     "train_actor_rollout_ref.actor.megatron.",
     "train_actor_rollout_ref.actor.fsdp_config.",
@@ -138,9 +143,11 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     algorithm_warnings = check_algorithm(config)
     check_critic(config)
     overlap_notices = check_overlap(config)
+    colocate_notices = check_colocate(config)
     return [
         *algorithm_warnings,
         *overlap_notices,
+        *colocate_notices,
         *sync_warnings(config),
         *routing_warnings(config),
         *redundancy,
@@ -228,6 +235,17 @@ def _check_combinations(config: Config) -> None:
     if len(sources) != 1:
         what = f"both {' and '.join(sources)} are set" if sources else "no data is named"
         raise ConfigError(f"{what}: set exactly one of data.train_files, data.reasoning_gym.dataset and data.task.")
+    drawn = config.data.synthetic_lengths
+    if drawn.mean_tokens is not None and not (drawn.mean_tokens >= 1 and drawn.sigma >= 0):
+        raise ConfigError(
+            f"data.synthetic_lengths.mean_tokens={drawn.mean_tokens:g} with data.synthetic_lengths.sigma={drawn.sigma:g} is refused: allowed is a mean of "
+            "at least 1 and a sigma of at least 0."
+        )
+    if drawn.mean_tokens is not None and not gen.ignore_eos:
+        raise ConfigError(
+            f"data.synthetic_lengths.mean_tokens={drawn.mean_tokens:g} decides where responses end, but an end-of-text token would too: set "
+            "gen_actor_rollout_ref.rollout.ignore_eos=True, or leave mean_tokens null."
+        )
     if config.trainer.total_training_steps is None and config.trainer.total_epochs is None:
         raise ConfigError("The run has no end: set trainer.total_training_steps or trainer.total_epochs.")
     if config.trainer.gpu_memory_fraction > 1:

@@ -13,6 +13,7 @@ from psrl.config.actor import ActorConfig as ActorConfig
 from psrl.config.actor import OptimConfig as OptimConfig
 from psrl.config.actor import TrainActorConfig
 from psrl.config.algorithm import AlgorithmConfig, OverlongBufferConfig
+from psrl.config.colocate import TmsConfig
 from psrl.config.coordination import GroupPostProcessConfig, RolloutCoordinationConfig
 from psrl.config.critic import CriticConfig
 from psrl.config.overlap import FineGrainOverlapConfig
@@ -82,6 +83,8 @@ class FaultToleranceConfig:
     """Longest time without a single instance that has weights, or without any agent loop: at the start or later."""
     drain_grace_s: float = 30.0
     """Time for a drain (Ctrl-C, SIGTERM) to flush, seal and checkpoint."""
+    turn_timeout_s: float = 600.0
+    """psrl.colocate: longest wait for a GPU that the other side still holds; an engine's start counts."""
     join_wait_s: float = 600.0
     """`python -m psrl.join` waits this long for a run that is not there, or not there any more, and then leaves."""
 
@@ -112,6 +115,9 @@ class PsrlConfig:
     """auto: nixl where it loads, else filesystem with a warning | nixl (refused where it does not load) | filesystem."""
     max_group_retries: int = 1
     """How often a group is tried again after a failed or timed-out reward, then its prompt is dropped and replaced."""
+    colocate: bool = False
+    """Trainer and rollout use the same GPUs in turns: generate a buffer, release the memory, train it, release the memory. Local runs, and Slurm jobs with hydra.launcher.job=single_node."""
+    tms: TmsConfig = field(default_factory=TmsConfig)
     fine_grain_overlap: FineGrainOverlapConfig = field(default_factory=FineGrainOverlapConfig)
     rollout_coordination: RolloutCoordinationConfig = field(default_factory=RolloutCoordinationConfig)
     group_post_process: GroupPostProcessConfig = field(default_factory=GroupPostProcessConfig)
@@ -169,6 +175,14 @@ class ReasoningGymConfig:
 
 
 @dataclass
+class SyntheticLengthsConfig:
+    mean_tokens: float | None = None
+    """Benchmarks: each response ends at a length drawn for it (lognormal, by seed, prompt and sample), whatever is sampled; the mean before the cut at data.max_response_length. Needs ignore_eos. null: responses end by themselves."""
+    sigma: float = 1.0
+    """Standard deviation of the length's logarithm: 0 makes all alike, 1 has a long tail."""
+
+
+@dataclass
 class DataConfig:
     train_files: str | None = None
     """A parquet or jsonl file in verl's columns: prompt (chat messages), data_source, reward_model.ground_truth."""
@@ -187,6 +201,7 @@ class DataConfig:
     """Tokens; see truncation for longer prompts."""
     max_response_length: int = 1024
     """Most tokens of a response, over all its parts."""
+    synthetic_lengths: SyntheticLengthsConfig = field(default_factory=SyntheticLengthsConfig)
     truncation: str = "skip"
     """A prompt longer than max_prompt_length: skip (and count) | error (refuse to start)."""
     shuffle: bool = True

@@ -17,6 +17,7 @@ from psrl.coordinator.records import REASON_FILTERED, REASON_STRAGGLER
 from psrl.coordinator.staleness import Entry
 from psrl.coordinator.state import Settings
 from psrl.coordinator.stragglers import RETRY
+from psrl.coordinator.turns import Turns
 from psrl.coordinator.upkeep import QUARANTINE_S, Upkeep
 from psrl.protocol import control as c
 
@@ -25,11 +26,11 @@ __all__ = ["CLAIM_GRACE_S", "QUARANTINE_S", "Coordinator", "Settings"]
 log = logging.getLogger("psrl.coordinator")
 
 
-class Coordinator(Dispatch, Upkeep):
+class Coordinator(Dispatch, Upkeep, Turns):
     """One run's coordinator. Feed it with `handle`, `lost`, `tick`; take `records` and `outbox` after each.
 
     `RunState` holds what is known, `Joiners` who comes and goes, `Membership` who is there, `Dispatch` who makes what,
-    `Upkeep` who pulls; here is what happens to groups and buffers.
+    `Upkeep` who pulls, `Turns` who has shared GPUs; here is what happens to groups and buffers.
     """
 
     # ---- what the service calls ------------------------------------------------------------------------------
@@ -54,6 +55,7 @@ class Coordinator(Dispatch, Upkeep):
             self._dispatch()
             self._ship()
             self._hurry()
+        self._give_turn()
         self._pull_idle(now_s, whole)
 
     # ---- groups ----------------------------------------------------------------------------------------------

@@ -29,6 +29,11 @@ class Joiners(RunState):
         if known:
             return
         log.info("%s joins with %s", name, ", ".join(sorted(children)))
+        if self.settings.colocate:
+            self._refuse(
+                name, "psrl.colocate=True takes turns on the trainer's own GPUs, an instance elsewhere has none"
+            )
+            return
         others = len(self.placement.instances.keys() - children)
         if others + len(children) > self.settings.max_instances:
             self._refuse(

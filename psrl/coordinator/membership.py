@@ -78,7 +78,10 @@ class Membership(Joiners):
     def _lacking(self) -> str:
         """What the run cannot go on without at this moment; "" if nothing."""
         if not any(i.version >= 0 for i in self.placement.instances.values()):
-            return "the trainer" if self.pullable_version < 0 else "a rollout instance with weights"
+            if self.pullable_version < 0:
+                return "the trainer"
+            if self.rollouts_turn:
+                return "a rollout instance with weights"
         return "" if self.placement.agents else "an agent loop"
 
     # ---- hello -----------------------------------------------------------------------------------------------
@@ -137,7 +140,7 @@ class Membership(Joiners):
             -1,
             False,
         )
-        known.leaving = known.leaving or state.retiring
+        known.leaving, known.asleep = known.leaving or state.retiring, state.asleep
         if known.leaving:
             self.retiring.add(name)
         self.lagging.consider(known)

@@ -230,6 +230,7 @@ def settings(role: Role) -> Settings:
         placing=make_placing(config),
         migration=migration_settings(config),
         validation=validation_settings(config, role.run_dir),
+        colocate=p.colocate,
     )
 
 

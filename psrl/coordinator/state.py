@@ -72,6 +72,8 @@ class Settings:
     """None: samples are not moved away from a busy instance."""
     validation: ValidationSettings | None = None
     """None: nothing is validated."""
+    colocate: bool = False
+    """Trainer and instances use the same GPUs in turns."""
 
 
 class RunState:
@@ -110,6 +112,8 @@ class RunState:
         self.pullable_version = -1
         self.wanted: c.WantBuffer | None = None
         """What the trainer waits for."""
+        self.turn_given = False
+        """Instances were told that it is their turn (see coordinator.turns)."""
         self.filled_s: dict[int, float] = {}
         """When each buffer that is not consumed was filled, where this coordinator has seen it."""
         self.waiting_routes = WaitingQueue(settings.placing.sort, settings.placing.oldest_version_first)
@@ -144,6 +148,11 @@ class RunState:
         self.started_s = self.last_ready_s = now_s
         for r in staleness.open_groups():
             self.placement.open(r.group, r.position, r.version)
+
+    @property
+    def rollouts_turn(self) -> bool:
+        """Instances may use their GPUs: the trainer waits for a buffer, or has GPUs of its own."""
+        return not self.settings.colocate or (self.wanted is not None and self.draining is None)
 
     def end(self, status: str, cause: str) -> None:
         """The run is over; every role is told. The first verdict counts, and once training is done there is but one."""

@@ -37,16 +37,16 @@ class Upkeep(Membership):
             self.placement.changed.add(sender)
 
     def _pull_started(self, sender: str, message: c.PullStarted, now_s: float) -> None:
-        if view := self.placement.instances.get(sender):
+        if (view := self.placement.instances.get(sender)) and not view.asleep:
             view.pulling = message.version
             self.lagging.consider(view)
 
     def _switching(self, sender: str, message: c.Switching, now_s: float) -> None:
-        if view := self.placement.instances.get(sender):
+        if (view := self.placement.instances.get(sender)) and not view.asleep:
             view.draining = True
 
     def _pull_done(self, sender: str, done: c.PullDone, now_s: float) -> None:
-        if view := self.placement.instances.get(sender):
+        if (view := self.placement.instances.get(sender)) and not view.asleep:
             view.version, view.incarnation = done.version, done.incarnation
             view.pause_s = done.pause_s
             self.counters["pulls"] += 1

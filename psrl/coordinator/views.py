@@ -27,6 +27,8 @@ class InstanceView:
     """It switches weights now, or is behind and finishes what it has (partial rollout off): nothing new is routed here."""
     leaving: bool = False
     """It hands back what it has: nothing new is routed here, it pulls no more, and it goes when nothing is here."""
+    asleep: bool = False
+    """It was told to leave the GPUs to the trainer, and has no weights (see coordinator.turns)."""
     in_flight: int = 0
     """Samples placed here that have not left."""
     fits: int = UNLIMITED

@@ -48,6 +48,8 @@ class InstanceState(Message):
     max_concurrent: int
     retiring: bool = False
     """It has been told to retire, by this coordinator or the one before."""
+    asleep: bool = False
+    """It has left its GPUs to the trainer, or has just started."""
 
 
 class GroupDone(Message):
@@ -186,6 +188,14 @@ class Retire(Message):
     leave now, your open groups return to the queue. Either ends with exit code 0."""
 
     reason: str
+
+
+class Sleep(Message):
+    """Coordinator -> instance: hand back what you have, release the GPU memory, weights included, and leave the GPUs."""
+
+
+class Wake(Message):
+    """Coordinator -> instance: take the GPUs again as soon as they are free; new weights are pulled next."""
 
 
 class Dismissed(Message):
@@ -375,6 +385,6 @@ ToCoordinator = (
     | ValidationDone | ValidationFailed
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Pull | HandBack | Retire | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | GroupTruncate | Buffer | DrainNow | Shutdown
+    Welcome | Pull | HandBack | Retire | Sleep | Wake | Dismissed | Instances | Assign | Routed | GroupAck | GroupAbort | GroupTruncate | Buffer | DrainNow | Shutdown
     | Validate
 )  # fmt: skip

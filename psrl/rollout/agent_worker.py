@@ -36,6 +36,7 @@ from psrl.rollout.group_work import GroupWork
 from psrl.rollout.sample_ends import CONSUMED, FAILED, FILTERED, REDUNDANT, RETURNED, group_ends
 from psrl.rollout.scoring import RewardTypeError, ScoreResult
 from psrl.tasks.prepared import PreparedReader
+from psrl.tasks.synthetic_lengths import response_budget
 
 log = logging.getLogger("psrl.agent_loop")
 
@@ -67,6 +68,7 @@ class AgentLoop:
             stop_token_ids=() if gen.ignore_eos else tuple(model.eos_token_ids),
             ignore_eos=gen.ignore_eos,
         )
+        self.budget = response_budget(config)
         self.link = AsyncCoordinatorLink(
             role.run_dir, "agent_loop", role.name, self._state, config.psrl.fault_tolerance
         )
@@ -153,7 +155,7 @@ class AgentLoop:
             assignment,
             ids,
             self.sampling,
-            config.data.max_response_length,
+            self.budget,
             config.seed,
             interrupt_as_prompt=config.psrl.rollout_coordination.partial_rollout.interrupt_as_prompt,
             greedy=greedy_samples(config.algorithm.adv_estimator),

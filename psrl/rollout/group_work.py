@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,13 +32,16 @@ class GroupWork:
         assignment: Assignment,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
-        max_response: int,
+        max_response: int | Callable[[int], int],
         seed: int,
         *,
         greedy: int = 0,
         interrupt_as_prompt: bool = False,
     ) -> None:
-        """The last `greedy` samples are made without randomness."""
+        """`max_response`: most tokens of a response, or those of a sample by its seed. The last `greedy` samples are made without
+        randomness."""
+        budget = max_response if callable(max_response) else lambda _: max_response
+        seeds = [sample_seed(seed, assignment, i) for i in range(assignment.n)]
         self.assignment = assignment
         self.prompt_ids = tuple(prompt_ids)
         self.sampling = sampling
@@ -46,8 +49,8 @@ class GroupWork:
         self.samples = [
             PartialSample(
                 sample=i,
-                seed=sample_seed(seed, assignment, i),
-                max_response=max_response,
+                seed=seeds[i],
+                max_response=budget(seeds[i]),
                 greedy=i >= assignment.n - greedy,
             )
             for i in range(assignment.n)

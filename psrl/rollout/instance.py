@@ -10,6 +10,8 @@ import os
 import time
 from collections import defaultdict
 
+from psrl.colocate.gpu_lock import TurnError
+from psrl.colocate.turn import InstanceTurn, instance_turn
 from psrl.models.resolve import run_model
 from psrl.net.link import CoordinatorGoneError, CoordinatorLink
 from psrl.net.server import Server
@@ -29,21 +31,21 @@ from psrl.protocol.generation import (
 from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.make_engine import make_engine
+from psrl.rollout.make_puller import make_engine_puller
 from psrl.rollout.preemption import PreemptionWatch
 from psrl.rollout.status_reports import StatusReports
 from psrl.rollout.stream import join_chunks
 from psrl.rundir.keys import load_keys
-from psrl.telemetry.timeline import BUSY, PULL, SWITCH, WORK, Timeline
+from psrl.telemetry.timeline import BUSY, PULL, SLEEP, SWITCH, WAKE, WORK, Timeline
 from psrl.weights.channel.background import BackgroundPull
-from psrl.weights.channel.base import PullError, StagedWeights
-from psrl.weights.channel.select import make_puller
+from psrl.weights.channel.base import PullError, Staged
 
 log = logging.getLogger("psrl.instance")
 
 STREAM_INTERVAL_S = 0.05
 """Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
 PULL_POLL_S = 0.002
-"""While idle, how soon weights that have arrived are seen."""
+"""While idle, how soon weights that have arrived, or a GPU that is free, are seen."""
 RETIRE_GRACE_S = 3.0
 """A retiring instance leaves after this even if it is not dismissed: then an agent loop or the coordinator is gone."""
 
@@ -51,11 +53,13 @@ RETIRE_GRACE_S = 3.0
 class Instance:
     """The shell around an engine. Tokens of unfinished samples are streamed, so nothing is lost with this process."""
 
-    def __init__(self, role: Role, engine: Engine) -> None:
+    def __init__(self, role: Role, engine: Engine, turn: InstanceTurn | None = None) -> None:
+        """`turn`: where the GPU is shared with the trainer; `engine` sleeps then."""
         limits = role.config.psrl.fault_tolerance
         keys = load_keys(role.run_dir)
         self.role = role
         self.engine = engine
+        self.turn = turn or InstanceTurn(None, limits.turn_timeout_s)
         self.server = Server(
             keys,
             role.address,
@@ -65,11 +69,13 @@ class Instance:
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
         )
         self.link = CoordinatorLink(role.run_dir, "instance", role.name, self._state, limits)
-        self.pull = BackgroundPull(make_puller(role, engine.weight_specs()), role.config.psrl.weights.pull_timeout_s)
+        self.pull = BackgroundPull(make_engine_puller(role, engine), role.config.psrl.weights.pull_timeout_s)
         self.timeline = Timeline(role.run_dir.timeline / f"{role.name}.{os.getpid()}.jsonl", "instance", name=role.name)
         self.incarnation = 0
         self.order: c.Pull | None = None
-        self.staged: StagedWeights | None = None
+        self.staged: Staged | None = None
+        self.pull_forgotten = False
+        """The pull that goes on was ordered before a sleep: its outcome is of no use."""
         self.owner: dict[int, bytes] = {}
         self.outstanding: dict[int, int] = defaultdict(int)
         self.pending: dict[bytes, list[TokenChunk]] = defaultdict(list)
@@ -93,6 +99,7 @@ class Instance:
             incarnation=self.incarnation,
             max_concurrent=self.role.config.gen_actor_rollout_ref.rollout.max_num_seqs,
             retiring=self.retire_by is not None,
+            asleep=self.turn.asleep and not self.turn.waiting,
         )
 
     def run(self) -> None:
@@ -102,6 +109,7 @@ class Instance:
         while not self.over:
             self._wait()
             self._hear_coordinator()
+            self._wake()
             self._hear_agents()
             self._follow_pull()
             self._decode()
@@ -125,7 +133,7 @@ class Instance:
         quiet_s = min(1.0, self.reports.due_in_s(self.engine.stats(), begun))
         if self.pending:
             quiet_s = min(quiet_s, max(0.0, self.next_stream - begun))
-        wait([self.server, self.link, self.engine], PULL_POLL_S if self.pull.busy else quiet_s)
+        wait([self.server, self.link, self.engine], PULL_POLL_S if self.pull.busy or self.turn.waiting else quiet_s)
         if working:
             self.timeline.add(BUSY, begun, time.monotonic())
 
@@ -148,6 +156,10 @@ class Instance:
                     self._hand_back(FINISH_MIGRATED)
                 case c.Retire():
                     self._retire(message.reason)
+                case c.Sleep():
+                    self._sleep()
+                case c.Wake():
+                    self.turn.ask()
                 case c.Dismissed():
                     self.over = "dismissed: all that was here has been taken over"
                 case c.Shutdown():
@@ -216,16 +228,36 @@ class Instance:
             and request.min_version <= self.engine.version
         )
 
+    # ---- turns on shared GPUs --------------------------------------------------------------------------------
+
+    def _sleep(self) -> None:
+        """Hand every sample back, release the memory, then the GPU."""
+        begun = time.monotonic()
+        self._hand_back(FINISH_ABORT)
+        self.order, self.staged, self.pull_forgotten = None, None, self.pull.busy
+        if not self.turn.asleep:
+            self.engine.sleep()
+        self.turn.leave()
+        self.timeline.add(SLEEP, begun, time.monotonic())
+
+    def _wake(self) -> None:
+        begun = time.monotonic()
+        if self.turn.entered():
+            self.engine.wake()
+            self.timeline.add(WAKE, begun, time.monotonic())
+
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def _follow_pull(self) -> None:
         """Prefetch while decoding goes on; then hand partial samples back (or finish them) and switch."""
-        if self.retire_by is not None:
+        if self.retire_by is not None or self.turn.asleep:
             return
         if self.order is not None and not self.pull.busy and self.staged is None:
             self.pull.start(self.order.version, self.order.incarnation)
             self.link.send(c.PullStarted(version=self.order.version))
         outcome = self.pull.poll()
+        if outcome is not None and self.pull_forgotten:
+            outcome, self.pull_forgotten = None, False
         if isinstance(outcome, PullError):
             self._pull_failed(outcome)
         elif outcome is not None:
@@ -246,7 +278,7 @@ class Instance:
         ):
             self._switch(self.staged, self.order)
 
-    def _switch(self, staged: StagedWeights, order: c.Pull) -> None:
+    def _switch(self, staged: Staged, order: c.Pull) -> None:
         begun = time.monotonic()
         self.link.send(c.Switching(version=staged.version))
         self._keep(self.engine.abort())
@@ -309,10 +341,16 @@ class Instance:
 
 def main() -> int:
     role = start_role()
-    instance = Instance(role, make_engine(role, run_model(role.run_dir)))
+    turn = instance_turn(role)
+    engine = turn.build(lambda: make_engine(role, run_model(role.run_dir)), lambda made: made.sleep())
+    instance = Instance(role, engine, turn)
     try:
         instance.run()
         return 0
+    except TurnError as error:
+        instance.link.send(c.Fatal(cause=str(error)))
+        log.error("%s", error)
+        return 1
     except CoordinatorGoneError as error:
         log.error("%s", error)
         return 1

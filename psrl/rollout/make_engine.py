@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from psrl.colocate.choices import vllm_options
 from psrl.models.load import checkpoint_specs, load_engine_model
 from psrl.models.resolve import ModelSource
 from psrl.role import Role
@@ -31,7 +32,7 @@ def make_engine(role: Role, source: ModelSource) -> Engine:
             max_num_seqs=gen.max_num_seqs,
             max_model_len=context_length(role.config),
             kv_cache_tokens=gen.kv_cache_tokens,
-            options=user_options(gen),
+            options=user_options(gen) | vllm_options(role.config),
         )
     return TorchEngine(
         load_engine_model(source.path, dtype),

@@ -22,14 +22,14 @@ from psrl.protocol.validation import SourceScores
 from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.make_engine import make_engine
+from psrl.rollout.make_puller import make_engine_puller
 from psrl.rollout.score_worker import ScoringSpec
 from psrl.rollout.scoring import RewardTypeError, ScoreResult, ScoringPool
 from psrl.rollout.validation_work import ValidationWork
 from psrl.tasks.prepared import PreparedReader
 from psrl.tasks.validation import VALIDATION_PROMPTS, validation_spec
 from psrl.weights.channel.background import BackgroundPull
-from psrl.weights.channel.base import PullError, StagedWeights
-from psrl.weights.channel.select import make_puller
+from psrl.weights.channel.base import PullError, Staged
 
 log = logging.getLogger("psrl.validator")
 
@@ -48,7 +48,7 @@ class Validator:
         self.prompts = PreparedReader(role.run_dir.data / VALIDATION_PROMPTS)
         self.tokenizer = load_tokenizer(run_model(role.run_dir).path)
         self.link = CoordinatorLink(role.run_dir, "validator", role.name, c.ValidatorState, config.psrl.fault_tolerance)
-        self.pull = BackgroundPull(make_puller(role, engine.weight_specs()), config.psrl.weights.pull_timeout_s)
+        self.pull = BackgroundPull(make_engine_puller(role, engine), config.psrl.weights.pull_timeout_s)
         sampling, ignore_eos = config.gen_actor_rollout_ref.rollout.val_kwargs, config.gen_actor_rollout_ref.rollout
         self.sampling = SamplingParams(
             temperature=sampling.temperature,
@@ -114,7 +114,7 @@ class Validator:
             self.pulling = self.order
             self.pull.start(self.order.version, self.order.incarnation)
 
-    def _switch(self, staged: StagedWeights) -> None:
+    def _switch(self, staged: Staged) -> None:
         self.engine.update_weights(staged.version, staged.tensors())
         self.incarnation = staged.incarnation
 

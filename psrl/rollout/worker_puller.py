@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from psrl.rollout.engines.base import InWorkers
 from psrl.weights.channel.base import PullError
@@ -27,6 +27,7 @@ ANSWER_TIMEOUT_S = 30.0
 POLL_S = 0.01
 
 
+@runtime_checkable
 class Workers(Protocol):
     """An engine with workers: VllmEngine."""
 

@@ -55,6 +55,8 @@ def prepare(overrides: Sequence[str]) -> tuple[Config, SimulationConfig]:
     config, simulation = compose_simulation(overrides)
     for warning in check(config, only_planned=True):
         print(f"psrl.simulate: warning: {warning}", file=sys.stderr)
+    if config.psrl.colocate:
+        raise ConfigError("psrl.colocate=True is not simulated: simulate psrl.colocate=False, or run it.")
     return config, simulation
 
 

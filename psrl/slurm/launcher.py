@@ -77,6 +77,7 @@ def launch_sweep(
             run_dir=member.run_dir.path,
             python=sys.executable,
             cluster=cluster,
+            colocate=member.config.psrl.colocate,
         )
         for member in members
     ]

@@ -39,12 +39,13 @@ def plan_job(
     python: str,
     cluster: Cluster | None,
     after: str | None = None,
+    colocate: bool = False,
 ) -> Job:
     """The job of sweep member `number`. `cluster` None: nothing is known of it, and nothing about it is checked.
 
     Raises ConfigError, one sentence, for a deployment or request that cannot be."""
     components = tuple(
-        _component(conf, group, need, cluster) for group, need in _needs(deployment, conf.job).items()
+        _component(conf, group, need, cluster) for group, need in _needs(deployment, conf.job, colocate).items()
     )  # fmt: skip
     _refuse_shared_partition(components, cluster)
     return Job(
@@ -61,20 +62,25 @@ def plan_job(
     )
 
 
-def _needs(deployment: DeploymentConfig, job: str) -> dict[str, _Need]:
+def _needs(deployment: DeploymentConfig, job: str, colocate: bool) -> dict[str, _Need]:
     """Group -> need; a job of one component goes by the trainer group's settings."""
     instances = instances_per_node(deployment)
     trainer = _Need(deployment.train_nnodes, deployment.train_ngpus_per_node, deployment.train_ngpus_per_node)
     rollout = _Need(
         rollout_nodes(deployment), instances * deployment.rollout_ngpus_per_node_per_instance, instances
     )  # fmt: skip
+    if colocate and job != "single_node":
+        raise ConfigError(
+            f"hydra.launcher.job={job} puts trainer and rollout on different nodes, which psrl.colocate=True cannot: set "
+            "hydra.launcher.job=single_node, or psrl.colocate=False."
+        )
     if job == "het":
         return {"trainer": trainer, "rollout": rollout}
     if job == "plain":
         gpus = max(trainer.gpus_per_node, rollout.gpus_per_node)
         return {"trainer": _Need(trainer.nodes + rollout.nodes, gpus, max(trainer.processes, rollout.processes))}
     one_node(deployment)
-    gpus = trainer.gpus_per_node + rollout.gpus_per_node
+    gpus = trainer.gpus_per_node + (0 if colocate else rollout.gpus_per_node)
     return {"trainer": _Need(1, gpus, trainer.processes + rollout.processes)}
 
 

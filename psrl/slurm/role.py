@@ -59,6 +59,10 @@ def main() -> int:
 def share_of(config: Config, place: NodePlace) -> Share:
     """What this node runs. Raises ConfigError if the job's nodes are not those of psrl.deployment."""
     sizes = tuple(group.ntasks for group in place.groups)
+    if config.psrl.colocate and sizes != (1,):
+        raise ConfigError(
+            f"psrl.colocate=True needs trainer and rollout on one node, but the job has {sum(sizes)}: ask for a single one."
+        )
     return shares_of(config.psrl.deployment, sizes)[place.group][place.index]
 
 

@@ -27,6 +27,8 @@ COLOURS = {
     "busy": "#34a67a",
     "pull": "#f2a93b",
     "switch": RED,
+    "sleep": "#94a3b8",
+    "wake": "#94a3b8",
     "other": "#cbd5e1",
 }
 """One colour for one thing, wherever it appears."""
@@ -37,6 +39,8 @@ LABELS = {
     "switch": "paused for new weights",
     "pull": "pulling weights",
     "push": "publishing weights",
+    "sleep": "releasing GPU memory",
+    "wake": "taking GPU memory",
 }
 
 MAX_BARS = 120

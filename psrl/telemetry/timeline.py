@@ -23,6 +23,8 @@ BUSY = "busy"  # decoding
 IDLE = "idle"  # nothing to decode
 PULL = "pull"  # new weights arrive while decoding goes on; attributes: version, nbytes
 SWITCH = "switch"  # decoding stands still for the new weights; attributes: version, work since the last one
+SLEEP = "sleep"  # GPU memory is released for the other side's turn (a trainer rank does both, too)
+WAKE = "wake"  # ... and taken again
 # ... and what a trainer rank does.
 WAIT = "wait"
 READ = "read"

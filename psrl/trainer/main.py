@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from psrl.colocate.gpu_lock import TurnError
+from psrl.colocate.memory import trainer_memory
+from psrl.colocate.turn import trainer_turn
 from psrl.config.algorithm_checks import needs_reference
 from psrl.config.critic_checks import needs_critic
 from psrl.config.schema import Config
@@ -26,7 +30,7 @@ from psrl.telemetry.metrics import MetricsWriter
 from psrl.telemetry.overlap import overlap_metrics
 from psrl.telemetry.population import population_metrics
 from psrl.telemetry.step_metrics import step_metrics
-from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, UPDATE, WAIT, Timeline
+from psrl.telemetry.timeline import CHECKPOINT, PUSH, READ, SLEEP, UPDATE, WAIT, WAKE, Timeline
 from psrl.trainer import checkpoints
 from psrl.trainer.arrivals import Arrivals, InterruptedStepError
 from psrl.trainer.backends.core import BackendCore
@@ -53,15 +57,17 @@ class Trainer:
         config = role.config
         self.role, self.rank, self.world_size = role, rank, world_size
         source = run_model(role.run_dir)
-        self.actor = make_backend(
-            load_causal_lm(source.path, config.model.dtype),
-            config.train_actor_rollout_ref.actor,
-            temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
-            total_steps=optimizer_steps(config),
-            device=device,
-        )
-        self.reference = make_reference(config, source.path, device) if needs_reference(config) else None
-        self.critic = make_critic(config, source.path, device) if needs_critic(config) else None
+        self.turn = trainer_turn(role, lambda: trainer_memory(config.psrl.tms.range, device, self._resident_tensors))
+        with self.turn.region():
+            self.actor = make_backend(
+                load_causal_lm(source.path, config.model.dtype),
+                config.train_actor_rollout_ref.actor,
+                temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
+                total_steps=optimizer_steps(config),
+                device=device,
+            )
+            self.reference = make_reference(config, source.path, device) if needs_reference(config) else None
+            self.critic = make_critic(config, source.path, device) if needs_critic(config) else None
         self.kl = kl_control(config)
         self.version = self._resume()
         self.publisher = make_publisher(role, rank, world_size)
@@ -114,6 +120,7 @@ class Trainer:
             break
         if may_save:
             if self.saver.version != self.version:
+                self._enter_turn()
                 self._save()
             self._conclude(self.saver.wait())
         if self.feed is not None:
@@ -123,10 +130,13 @@ class Trainer:
         """Wait for the next buffer and train it; None when that is done, else what to do instead. A step that is interrupted
         between two parts of its buffer leaves the weights as they were before it."""
         begun = time.monotonic()
+        self._leave_turn()
+        asked = time.monotonic()
         order = self._next_order(0, self.chunks[0].groups if len(self.chunks) > 1 else 0)
-        self._timed("wait_buffer", WAIT, begun)
+        self._timed("wait_buffer", WAIT, asked)
         if not isinstance(order, c.Buffer) or not order.groups:
             return order
+        self._enter_turn()
         try:
             self._train(Arrivals(order, self.chunks, self._next_order), incarnation, begun)
             return None
@@ -247,6 +257,23 @@ class Trainer:
         self.feed.checkpointed(saved.version, self.save_s)
         checkpoints.prune(root, self.role.config.trainer.keep_last)
 
+    def _leave_turn(self) -> None:
+        """Release the GPU's memory for the rollout, where it is shared: asking for a buffer gives the rollout its turn."""
+        if self.turn.shared:
+            begun = time.monotonic()
+            self.turn.leave()
+            self._timed("release_gpu", SLEEP, begun)
+
+    def _enter_turn(self) -> None:
+        if self.turn.shared:
+            begun = time.monotonic()
+            self.turn.enter()
+            self._timed("take_gpu", WAKE, begun)
+
+    def _resident_tensors(self) -> Iterator[torch.Tensor]:
+        for model in filter(None, (self.actor, self.reference, self.critic)):
+            yield from model.resident_tensors()
+
     def _timed(self, name: str, span: str, begun: float, **attributes: int) -> None:
         end = time.monotonic()
         self.timeline.add(span, begun, end, **attributes)
@@ -310,6 +337,11 @@ def main() -> int:
     try:
         trainer.run()
         return 0
+    except TurnError as error:
+        if trainer.feed is not None:
+            trainer.feed.link.send(c.Fatal(cause=str(error)))
+        log.error("%s", error)
+        return 1
     except CoordinatorGoneError as error:
         log.error("%s", error)
         return 1

@@ -96,6 +96,7 @@ class WeightReceiver:
             return None
         if isinstance(outcome, PullError):
             return PullFailed(cause=outcome.cause, retryable=outcome.retryable)
+        assert isinstance(outcome, StagedWeights)
         self._staged = outcome
         if self._tensors:
             self._copies = outcome.copies(self._tensors, self._copies)  # not in the switch: the engine waits there

@@ -45,6 +45,7 @@ class CountingEngine:
     """Token number n of a sample is n; nothing ever ends by itself."""
 
     version = 0
+    on_gpu = False
 
     def __init__(self) -> None:
         self.running: dict[tuple[int, int], int] = {}

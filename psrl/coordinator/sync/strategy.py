@@ -29,8 +29,8 @@ def is_behind(view: InstanceView, version: int, incarnation: int) -> bool:
 
 
 def may_pull(view: InstanceView, now_s: float) -> bool:
-    """It stays, is not pulling already and has no failed pull just behind it."""
-    return not view.leaving and view.pulling < 0 and now_s >= view.quarantined_until_s
+    """It stays, is awake, is not pulling already and has no failed pull just behind it."""
+    return not (view.leaving or view.asleep) and view.pulling < 0 and now_s >= view.quarantined_until_s
 
 
 def serves_nothing(view: InstanceView, incarnation: int) -> bool:

@@ -31,6 +31,8 @@ class Engine(Protocol):
 
     version: int
     """Version of the weights in use, -1 before the first `update_weights`."""
+    on_gpu: bool
+    """Its weights are in the memory of GPUs, each of a process that `call_workers` reaches."""
 
     def submit(self, request: GenerateRequest) -> None: ...
 
@@ -66,6 +68,15 @@ class Engine(Protocol):
         """Take new weights between two decode steps. Running samples go on under the new version with recomputed KV;
         the caller aborts them first if they shall be re-routed. Raises ValueError on a missing or unknown name, a wrong
         shape or dtype, and then keeps the old version and the old weights."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the memory of weights and KV cache: `version` becomes -1. The caller aborts all samples first; requests that
+        come before the next `update_weights` are refused."""
+        ...
+
+    def wake(self) -> None:
+        """Take the memory again. `update_weights` must follow before anything is decoded."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -79,6 +79,10 @@ class CachedCausalLM:
         at = at.unsqueeze(1)
         return self._forward(ids, at, self._decode_mask(at, length)).logits[:, -1]
 
+    def release(self) -> None:
+        """Give the memory of all rows back."""
+        self._cache.release()
+
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         self._cache.copy_rows(moves, length)
 

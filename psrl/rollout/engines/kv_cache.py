@@ -71,6 +71,12 @@ class SlotLayer(CacheLayerMixin):
         n = key_states.shape[0]
         return self.keys[:n, :, : step.length], self.values[:n, :, : step.length]
 
+    def release(self) -> None:
+        """Give the memory back; the next keys and values allocate it anew."""
+        if self.is_initialized:
+            del self.keys, self.values
+            self.is_initialized = False
+
     def copy_rows(self, sources: torch.Tensor, destinations: torch.Tensor, length: int) -> None:
         if self.is_initialized:
             self.keys[destinations, :, :length] = self.keys[sources, :, :length]
@@ -123,6 +129,12 @@ class SlotCache(Cache):
         sources, destinations = torch.tensor(moves, device=self._device).unbind(1)
         for layer in self._slots:
             layer.copy_rows(sources, destinations, length)
+
+    def release(self) -> None:
+        """Give all memory back, and with it what every row holds."""
+        self._step.row_capacity = self._step.length_capacity = 0
+        for layer in self._slots:
+            layer.release()
 
     def _reserve(self, rows: int, length: int) -> None:
         step = self._step

@@ -64,8 +64,11 @@ class TorchEngine:
                 "raise kv_cache_tokens or lower max_model_len"
             )
         self.version = -1
+        self.on_gpu = False
+        self._device = torch.device(device)
         torch.nn.Module.to(model, device)
         self._model = model.eval().requires_grad_(False)
+        self._specs = {name: (tuple(t.shape), t.dtype) for name, t in weight_tensors(self._model).items()}
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._lm = CachedCausalLM(self._model, max_rows=max_num_seqs, max_length=max_model_len, device=device)
@@ -227,7 +230,7 @@ class TorchEngine:
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def weight_specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weight_tensors(self._model).items()}
+        return self._specs
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         given = list(tensors)
@@ -240,6 +243,22 @@ class TorchEngine:
                 own[name].copy_(tensor)
         self.version = version
         self._scheduler.requeue_running()
+
+    # ---- memory ----------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        if self.has_work():
+            raise RuntimeError("an engine with samples cannot sleep: abort them first")
+        self.version = -1
+        self._lm.release()
+        for tensor in weight_tensors(self._model).values():
+            tensor.data = tensor.data.new_empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        for name, tensor in weight_tensors(self._model).items():
+            tensor.data = tensor.data.new_empty(self._specs[name][0])
 
     # ---- the rest --------------------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class VllmEngine:
             options=options or {},
         )
         self.version = -1
+        self.on_gpu = config.device_config.device_type == "cuda"
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self._vocab_size = config.model_config.get_vocab_size()
@@ -268,6 +269,19 @@ class VllmEngine:
         if faults := weight_faults(self._specs, given):
             raise ValueError(f"weights of version {version} refused, version {self.version} stays: {faults}")
         self._shared.fill(given)
+
+    # ---- memory ----------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """See Engine. vLLM's own sleep mode (`enable_sleep_mode`): addresses stay, so captured CUDA graphs stay valid."""
+        if self.has_work():
+            raise RuntimeError("an engine with samples cannot sleep: abort them first")
+        self._core.call("sleep", 2, timeout_s=SWITCH_TIMEOUT_S)
+        self._take(self._core.drain())
+        self.version = -1
+
+    def wake(self) -> None:
+        self._core.call("wake_up", timeout_s=SWITCH_TIMEOUT_S)
 
     # ---- the rest --------------------------------------------------------------------------------------------
 

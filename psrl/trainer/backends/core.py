@@ -219,6 +219,14 @@ class BackendCore(ABC):
         self._set_steps(int(state["steps"]))
         self._weights_changed()
 
+    def resident_tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that this rank keeps on its device between two steps, the live tensors: weights, buffers, moments."""
+        model: torch.nn.Module | None = getattr(self, "_model", None)
+        held = [*self._parameters.values(), *(() if model is None else (*model.parameters(), *model.buffers()))]
+        if (optimizer := getattr(self, "_optimizer", None)) is not None:
+            held += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        yield from map(local_part, held)
+
     # ---- parts -------------------------------------------------------------------------------------------------
 
     def _loss(self, batch: MicroBatch, loss_fn: LossFn) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from psrl.weights.channel.base import PullError, StagedWeights, WeightPuller
+from psrl.weights.channel.base import PullError, Staged, WeightPuller
 
 
 class BackgroundPull:
@@ -15,7 +15,7 @@ class BackgroundPull:
         self._puller = puller
         self._timeout_s = timeout_s
         self._thread: threading.Thread | None = None
-        self._outcome: StagedWeights | PullError | None = None
+        self._outcome: Staged | PullError | None = None
 
     @property
     def busy(self) -> bool:
@@ -29,7 +29,7 @@ class BackgroundPull:
         self._thread = threading.Thread(target=self._run, args=(version, incarnation), name="weight-pull", daemon=True)
         self._thread.start()
 
-    def poll(self) -> StagedWeights | PullError | None:
+    def poll(self) -> Staged | PullError | None:
         """The outcome of the pull, once; None while it goes on or when none was started."""
         if self._thread is None or self._thread.is_alive():
             return None

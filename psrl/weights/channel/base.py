@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -100,6 +100,22 @@ class WeightPublisher(Protocol):
     def close(self) -> None: ...
 
 
+class Staged(Protocol):
+    """A whole, checked version, here or in an engine's workers."""
+
+    version: int
+    incarnation: int
+    transport: str
+    pull_s: float
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def tensors(self) -> Any:
+        """What `Engine.update_weights` takes."""
+        ...
+
+
 class WeightPuller(Protocol):
     """An instance's side. One pull at a time; not thread-safe (BackgroundPull gives it a thread of its own)."""
 
@@ -107,7 +123,7 @@ class WeightPuller(Protocol):
     on_progress: Callable[[int], None] | None
     """Called with the bytes that have arrived so far, from the pulling thread."""
 
-    def pull(self, version: int, incarnation: int, deadline_s: float) -> StagedWeights:
+    def pull(self, version: int, incarnation: int, deadline_s: float) -> Staged:
         """Fetch this version from all ranks into staging, verify it, return it. Blocks until `deadline_s`
         (time.monotonic) at most; PullError if it cannot be had whole, and then nothing is staged. Weights that were
         staged by an earlier pull become invalid at the start."""

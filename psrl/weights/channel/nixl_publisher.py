@@ -48,7 +48,7 @@ def endpoint_name(rank: int) -> str:
 class NixlPublisher:
     """See WeightPublisher. `address` is what the control socket binds to. Before a slot is overwritten its readers have
     `reader_grace_s` to finish, then it is taken from them (they notice and pull again). `peers`: instances to expect.
-    `split`: the engines' tensor parallelism.
+    `split`: the engines' tensor parallelism. `on_host`: versions are held in host memory even if the weights are on a GPU.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class NixlPublisher:
         reader_grace_s: float = 5.0,
         peers: int = 64,
         split: Split | None = None,
+        on_host: bool = False,
     ) -> None:
         self.transport = prepare_environment(address)
-        self._split = split or Split()
+        self._split, self._on_host = split or Split(), on_host
         self._run_dir, self._rank, self._num_ranks, self._dtype = run_dir, rank, num_ranks, dtype
         self._address, self._reader_grace_s, self._peers = address, reader_grace_s, peers
         self._table = SlotTable()
@@ -142,9 +143,10 @@ class NixlPublisher:
     def _allocate(self, shards: list[WeightShard]) -> None:
         self._check_serving()
         layout = lay_out(shards, self._rank, self._num_ranks, self._dtype, self._split)
-        device = shards[0].local.device if shards else torch.device("cpu")
+        weights = shards[0].local.device if shards else torch.device("cpu")
+        device = torch.device("cpu") if self._on_host else weights
         self._location = locate(device)
-        self._home, self._layout = Slots(layout.nbytes, device), layout
+        self._home, self._layout = Slots(layout.nbytes, device, registered=device != weights), layout
 
     def _put_header(self, slot: Slot) -> None:
         assert self._home is not None

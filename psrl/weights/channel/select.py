@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from psrl.colocate.choices import publishes_from_host
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.rundir.layout import RunDir
@@ -81,7 +82,14 @@ def make_publisher(role: Role, rank: int, num_ranks: int) -> WeightPublisher:
         deployment = role.config.psrl.deployment
         readers = (deployment.n_rollout_instances + deployment.n_validate_instances) * split.ways
         return NixlPublisher(
-            role.run_dir, rank, num_ranks, dtype, address=role.address, peers=max(64, 2 * readers), split=split
+            role.run_dir,
+            rank,
+            num_ranks,
+            dtype,
+            address=role.address,
+            peers=max(64, 2 * readers),
+            split=split,
+            on_host=publishes_from_host(role.config),
         )
     from psrl.weights.channel.filesystem import FilesystemPublisher
 

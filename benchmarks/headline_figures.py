@@ -1,0 +1,132 @@
+"""The figures of `gpu_headline.py`: measured from run directories, predicted by the simulator, shown as a table and a plot."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+WARMUP = 3
+"""First steps that no figure counts: caches fill, the pipeline fills."""
+Row = dict[str, float]
+
+
+def measure(run_dir: Path, gpus: int) -> Row:
+    """Of a run, without the first steps and the last, which writes a checkpoint."""
+    from psrl.telemetry.metrics import read_metrics
+    from psrl.telemetry.summary import TRAIN_BUSY, busy_over
+    from psrl.telemetry.timeline import BUSY, PULL, PUSH, SWITCH
+    from psrl.telemetry.timeline_read import by_name, read_timeline
+
+    rows = read_metrics(run_dir / "metrics.jsonl")[WARMUP:-1]
+    tracks = read_timeline(run_dir / "timeline")
+    instances, trainers = by_name(tracks, "instance").values(), by_name(tracks, "trainer")
+    pushed = [span.end_s for span in next(iter(trainers.values())) if span.name == PUSH]
+    windows = [(pushed[WARMUP], pushed[-2])]
+    pulls = [s for own in instances for s in own if s.name == PULL and s.start_s >= pushed[0]]
+    switches = [s.seconds for own in instances for s in own if s.name == SWITCH and s.start_s >= pushed[0]]
+    step_s = statistics.fmean(row["timing_s/step"] for row in rows)
+    tokens = statistics.fmean(row["response_length/mean"] * row["training/num_samples"] for row in rows)
+    return {
+        "step_s": step_s,
+        "tokens_s_gpu": tokens / step_s / gpus,
+        "rollout": statistics.fmean(busy_over(spans, windows, (BUSY,)) for spans in instances),
+        "train": statistics.fmean(busy_over(spans, windows, TRAIN_BUSY) for spans in trainers.values()),
+        "lag": max(row["staleness/max"] for row in rows),
+        "nbytes": max((s.attributes["nbytes"] for s in pulls), default=0),
+        "pull_gb_s": statistics.median(s.attributes["nbytes"] / s.seconds / 1e9 for s in pulls) if pulls else 0.0,
+        "pause_ms": 1e3 * statistics.median(switches) if switches else 0.0,
+    }
+
+
+def predict(
+    rows: dict[str, Row], chosen: Mapping[str, list[str]], common: Sequence[str], out: Path, steps: int
+) -> None:
+    """Add the simulator's step time to each row, where the synchronous run is there to calibrate on."""
+    from psrl.config.command_line import prepare_overrides
+    from psrl.config.errors import ConfigError
+    from psrl.simulate.__main__ import prepare
+    from psrl.simulate.build import simulate
+    from psrl.simulate.calibrate import calibrate
+
+    try:
+        calibrate(out / "synchronous").save(out / "calibration.json")
+    except ConfigError as error:
+        print(f"nothing is predicted: {error}")
+        return
+    own = [
+        f"simulation.calibration={out / 'calibration.json'}",
+        f"simulation.steps={steps}",
+        f"simulation.warmup_steps={WARMUP}",
+    ]
+    for name in rows:
+        config, simulation = prepare(prepare_overrides([*common, *chosen[name], *own]))
+        rows[name]["predicted_s"] = simulate(config, simulation).step_s
+
+
+def plain_copy(device: str, nbytes: int) -> float:
+    """GB/s of a plain copy between the first and the last GPU (on a CPU: in memory), in a process that leaves the GPUs afterwards."""
+    code = (
+        "import sys, time, torch\n"
+        "device, size = sys.argv[1], int(sys.argv[2])\n"
+        "last = f'cuda:{torch.cuda.device_count() - 1}' if device == 'cuda' else 'cpu'\n"
+        "a = torch.ones(size, dtype=torch.uint8, device='cuda:0' if device == 'cuda' else 'cpu')\n"
+        "b = torch.empty(size, dtype=torch.uint8, device=last)\n"
+        "best = 1e9\n"
+        "for _ in range(6):\n"
+        "    begun = time.perf_counter(); b.copy_(a)\n"
+        "    _ = [torch.cuda.synchronize(d) for d in {a.device, b.device} if d.type == 'cuda']\n"
+        "    best = min(best, time.perf_counter() - begun)\n"
+        "print(size / best / 1e9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, device, str(max(1, nbytes))], capture_output=True, text=True, check=True
+    )
+    return float(done.stdout)
+
+
+def table(rows: Mapping[str, Row], copy_gb_s: float) -> list[str]:
+    base = rows.get("synchronous", next(iter(rows.values())))["step_s"]
+    lines = [
+        f"{'':22}{'step s':>9}{'speed-up':>10}{'predicted':>11}{'tokens/s/GPU':>14}{'rollout busy':>14}{'train busy':>12}{'ceiling':>9}"
+        f"{'max lag':>9}{'pull GB/s':>11}{'of a copy':>11}{'pause ms':>10}"
+    ]
+    for name, row in rows.items():
+        predicted = f"{row['predicted_s']:.2f}" if "predicted_s" in row else "-"
+        lines.append(
+            f"{name:22}{row['step_s']:9.2f}{base / row['step_s']:10.2f}{predicted:>11}{row['tokens_s_gpu']:14.0f}{row['rollout']:14.2f}"
+            f"{row['train']:12.2f}{max(row['rollout'], row['train']):9.2f}{row['lag']:9.0f}{row['pull_gb_s']:11.2f}"
+            f"{row['pull_gb_s'] / copy_gb_s:11.2f}{row['pause_ms']:10.1f}"
+        )
+    return [*lines, f"a plain copy of {max(row['nbytes'] for row in rows.values()) / 1e9:.2f} GB: {copy_gb_s:.1f} GB/s"]
+
+
+def plot(rows: Mapping[str, Row], path: Path) -> None:
+    """Step time by setting: measured, predicted, and what the busier side alone would take."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4))
+    bars: list[tuple[str, str, list[float]]] = [
+        ("measured", "#2563eb", [row["step_s"] for row in rows.values()]),
+        ("predicted", "#93c5fd", [row.get("predicted_s", 0.0) for row in rows.values()]),
+        (
+            "the busier side alone",
+            "#cbd5e1",
+            [row["step_s"] * max(row["rollout"], row["train"]) for row in rows.values()],
+        ),
+    ]
+    for i, (label, colour, heights) in enumerate(bars):
+        places = [x + 0.27 * (i - 1) for x in range(len(rows))]
+        axes.bar(places, heights, 0.25, label=label, color=colour)
+    axes.set_xticks(range(len(rows)), list(rows), rotation=15, ha="right")
+    axes.set_ylabel("seconds a step")
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,17 @@
+"""Keys of GPU memory that is released and taken again, for trainer and rollout on the same GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RANGES = (None, "train", "all")
+
+
+@dataclass
+class TmsConfig:
+    range: str | None = None
+    """Whose memory torch-memory-saver holds with psrl.colocate: null (the trainer's is copied to host memory and back; an engine sleeps by its own means) | train (the trainer's: addresses stay, so nothing is rebuilt) | all (both)."""
+    enable_nixl: bool = False
+    """Buffers that weights travel in stay on the GPU over both turns, registered once: faster switches for the memory of the weights that they hold. False: they are in host memory. They are never in the saver's regions, which peers read slowly."""
+    enable_cuda_graph: bool = False
+    """The engine's CUDA graphs stay captured while it sleeps, and so does their memory; needs range=all. False: with psrl.colocate it decodes without them."""
