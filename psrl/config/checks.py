@@ -14,6 +14,7 @@ from psrl.config.critic_checks import check_critic
 from psrl.config.engine_checks import check_engine, has_vllm
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
+from psrl.config.lmcache_checks import check_lmcache, has_lmcache
 from psrl.config.overlap import GRANULARITIES, SCOPES
 from psrl.config.overlap_checks import check_overlap
 from psrl.config.redundancy_checks import check_redundancy
@@ -140,6 +141,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     redundancy = check_redundancy(config)
     check_backend(config, megatron_installed=only_planned or has_megatron())
     check_engine(config, vllm_installed=only_planned or has_vllm())
+    lmcache_warnings = check_lmcache(config, installed=only_planned or has_lmcache())
     algorithm_warnings = check_algorithm(config)
     check_critic(config)
     overlap_notices = check_overlap(config)
@@ -151,6 +153,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
         *sync_warnings(config),
         *routing_warnings(config),
         *redundancy,
+        *lmcache_warnings,
     ]
 
 

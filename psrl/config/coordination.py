@@ -57,6 +57,18 @@ class CacheAwarePolicyConfig:
 
 
 @dataclass
+class KVTransferConfig:
+    enable: bool = False
+    """A sample that goes on at another instance finds its keys and values there in time, or computes them again; needs
+    psrl.lmcache.enable_p2p."""
+    transfer_mode: str = "async"
+    """async: it is sent on at once, and the new instance loads what others have while it decodes other samples | sync |
+    pin_sync (neither is in this version)."""
+    transfer_timeout_ms: int = 5000
+    """A transfer that takes longer is given up and the prefix computed."""
+
+
+@dataclass
 class RoutingStrategyConfig:
     method: str = "request_num_balance"
     """request_num_balance | round_robin | random | throughput_optimal | throughput_optimal_with_budget | cache_aware | cache_aware_v1."""
@@ -88,6 +100,7 @@ class RoutingStrategyConfig:
     request_budget: int = 1024
     """throughput_optimal_with_budget: response tokens expected of a request when nothing is known of its prompt or data source."""
     cache_aware_policy: CacheAwarePolicyConfig = field(default_factory=CacheAwarePolicyConfig)
+    kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
 
 
 @dataclass

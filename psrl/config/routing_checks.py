@@ -93,10 +93,10 @@ def _check_combinations(config: Config, strategy: RoutingStrategyConfig) -> None
             f"overload_token_usage_threshold={policy.overload_token_usage_threshold}: an instance is full before it is "
             "overloaded, so give at most that."
         )
-    if policy.lmcache_overlap_weight > 0:
+    if policy.lmcache_overlap_weight > 0 and not config.psrl.lmcache.enable:
         raise ConfigError(
             f"{PREFIX}.cache_aware_policy.lmcache_overlap_weight={policy.lmcache_overlap_weight} counts tokens in an offload "
-            "tier, which the engines of this version do not have: use 0."
+            "tier but psrl.lmcache.enable=False: use 0, or switch it on."
         )
     most = config.gen_actor_rollout_ref.rollout.max_num_seqs
     if (samples := redundant_sizes(config).launched_samples) > most:

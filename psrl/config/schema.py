@@ -16,6 +16,7 @@ from psrl.config.algorithm import AlgorithmConfig, OverlongBufferConfig
 from psrl.config.colocate import TmsConfig
 from psrl.config.coordination import GroupPostProcessConfig, RolloutCoordinationConfig
 from psrl.config.critic import CriticConfig
+from psrl.config.lmcache import LMCacheConfig
 from psrl.config.overlap import FineGrainOverlapConfig
 
 
@@ -127,6 +128,7 @@ class PsrlConfig:
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     net: NetConfig = field(default_factory=NetConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    lmcache: LMCacheConfig = field(default_factory=LMCacheConfig)
 
 
 @dataclass

@@ -1,0 +1,103 @@
+"""One instance's LMCache without an engine around it: the worker side and the scheduler side as vLLM's connector joins them.
+
+Started with the settings of `psrl.rollout.lmcache_settings` as JSON; then one JSON command a line on stdin, one answer a line on
+stdout. Keys and values are numbers made of the tokens and of `mark`, so a wrong entry is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+
+import torch
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
+from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupClient, LMCacheAsyncLookupServer
+from lmcache.v1.metadata import LMCacheMetadata
+
+LAYERS, HEADS, HEAD_SIZE = 2, 2, 4
+
+
+class Recorder(MockGPUConnector):
+    """Writes `mark` into what is stored and says what it finds in what is loaded."""
+
+    def batched_from_gpu(self, memory_objs, starts, ends, **kwargs):
+        for memory in memory_objs:
+            memory.tensor.fill_(kwargs["mark"])
+
+    def batched_to_gpu(self, memory_objs, starts, ends, **kwargs):
+        self.loaded = [float(memory.tensor.float().mean()) for memory in memory_objs]
+
+
+def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # LMCache logs to stdout
+    values = json.loads(sys.argv[1])
+    config = LMCacheEngineConfig.from_defaults(**values)
+    config.validate()
+    shape = (LAYERS, 2, config.chunk_size, HEADS, HEAD_SIZE)
+    metadata = LMCacheMetadata(
+        model_name="tiny",
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=torch.float32,
+        kv_shape=shape,
+        role="worker",
+        chunk_size=config.chunk_size,
+        engine_id=config.lmcache_instance_id,
+    )
+    connector = Recorder(shape)
+    engine = LMCacheEngineBuilder.get_or_create(
+        config.lmcache_instance_id, config, metadata, connector, lambda tensor, rank: None, lambda thing, rank: thing
+    )
+    server = client = None
+    if config.enable_async_loading:
+        server = LMCacheAsyncLookupServer(engine, metadata)
+        client = LMCacheAsyncLookupClient(config, metadata)
+    engine.post_init(async_lookup_server=server)
+
+    def found(tokens: list[int], tags: dict[str, str], lookup_id: str) -> int:
+        """What the scheduler would be told: prefix tokens that need not be computed."""
+        if client is None:
+            return engine.lookup(tokens, lookup_id=lookup_id, pin=False, request_configs=tags)
+        if client.lookup_cache(lookup_id) == -1:
+            client.lookup(tokens, lookup_id=lookup_id, request_configs=tags)
+        while (hit := client.lookup_cache(lookup_id)) is None:
+            time.sleep(0.001)
+        return hit
+
+    def say(answer: object) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    say("ready")
+    for number, line in enumerate(sys.stdin):
+        command, tokens, tags, *rest = json.loads(line)
+        if command == "store":
+            engine.store(tokens, request_configs=tags, mark=rest[0], req_id=f"s{number}")
+            say("stored")
+        elif command == "lookup":
+            begun = time.monotonic()
+            hit = found(tokens, tags, f"l{number}")
+            say([hit, time.monotonic() - begun])
+        elif command == "load":
+            hit = found(tokens, tags, f"l{number}")
+            connector.loaded = []
+            if hit:
+                engine.retrieve(tokens[:hit], request_configs=tags, req_id=f"l{number}")
+            say([hit, connector.loaded])
+        elif command == "clear":
+            say(engine.clear())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # LMCache's threads would keep the process alive
+    os._exit(0)
