@@ -12,6 +12,7 @@ PREFIX = "psrl.lmcache"
 TRANSFER = "psrl.rollout_coordination.routing_strategy.kv_transfer"
 TRANSFER_MODES = ("async", "sync", "pin_sync")
 CHOICES = {"backend": BACKENDS, "cache_policy": CACHE_POLICIES, "p2p_transfer_channel": P2P_CHANNELS}
+ONLY = {"gpu_pin_block_budget": 0}
 POSITIVE = ("offload_size_gb", "max_disk_size_gb")
 AT_LEAST = {
     "chunk_size": 1,
@@ -40,11 +41,12 @@ def check_lmcache(config: Config, *, installed: bool) -> list[str]:
     for name, least in AT_LEAST.items():
         if not getattr(settings, name) >= least:
             raise ConfigError(f"{PREFIX}.{name}={getattr(settings, name):g} is refused: it must be at least {least}.")
-    if settings.gpu_pin_block_budget != 0:
-        raise ConfigError(
-            f"{PREFIX}.gpu_pin_block_budget={settings.gpu_pin_block_budget} is not in this version of psrl: LMCache moves entries "
-            "out of the offload tier, never out of the engine's own cache; use 0."
-        )
+    for name, only in ONLY.items():
+        if getattr(settings, name) != only:
+            raise ConfigError(
+                f"{PREFIX}.{name}={getattr(settings, name)} is not in this version of psrl: LMCache moves entries out of the "
+                f"offload tier, never out of the engine's own cache; use {only}."
+            )
     _check_transfer(config)
     if settings.enable:
         _check_enabled(config, installed)
@@ -73,6 +75,11 @@ def _check_enabled(config: Config, installed: bool) -> None:
         raise ConfigError(
             f"{PREFIX}.multi_version_kv=False with {PREFIX}.clear_on_weight_update=False would serve keys and values of older "
             "weights: set multi_version_kv=True (entries are tagged), or clear_on_weight_update=True."
+        )
+    if not settings.multi_version_kv and settings.backend == "disk":
+        raise ConfigError(
+            f"{PREFIX}.multi_version_kv=False with {PREFIX}.backend=disk is refused: files are written in the background, and one "
+            "could land after the tier was emptied; set multi_version_kv=True."
         )
 
 

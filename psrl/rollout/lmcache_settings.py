@@ -70,7 +70,7 @@ def lmcache_settings(
     }
     if config.backend == "disk":
         assert config.disk_path is not None  # psrl.config.lmcache_checks refuses null
-        values["local_disk"] = f"file://{Path(config.disk_path).absolute() / instance}/"
+        values["local_disk"] = f"{Path(config.disk_path).absolute() / instance}/"
         values["max_local_disk_size"] = (config.max_disk_size_gb or config.offload_size_gb) / ranks
     if config.enable_p2p:
         assert peer is not None

@@ -15,6 +15,7 @@ import traceback
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
 from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupClient, LMCacheAsyncLookupServer
 from lmcache.v1.metadata import LMCacheMetadata
@@ -35,8 +36,9 @@ class Recorder(MockGPUConnector):
 
 def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # LMCache logs to stdout
-    values = json.loads(sys.argv[1])
-    config = LMCacheEngineConfig.from_defaults(**values)
+    config = LMCacheEngineConfig.from_defaults()
+    for name, value in json.loads(sys.argv[1]).items():
+        assert validate_and_set_config_value(config, name, value), name
     config.validate()
     shape = (LAYERS, 2, config.chunk_size, HEADS, HEAD_SIZE)
     metadata = LMCacheMetadata(

@@ -37,6 +37,10 @@ def config(engine: str = "vllm", transfer: dict | None = None, **lmcache) -> Con
     [
         ({"engine": "torch"}, r"enable=True needs gen_actor_rollout_ref\.rollout\.name=vllm but it is torch"),
         ({"multi_version_kv": False}, "multi_version_kv=False with .*clear_on_weight_update=False would serve"),
+        (
+            {"multi_version_kv": False, "clear_on_weight_update": True, "backend": "disk", "disk_path": "/s"},
+            "multi_version_kv=False with psrl.lmcache.backend=disk is refused",
+        ),
         ({"backend": "gpu"}, r"backend=gpu is refused: allowed is cpu \| disk"),
         ({"backend": "disk"}, "backend=disk needs psrl.lmcache.disk_path but it is null"),
         ({"disk_path": "/scratch"}, "disk_path=/scratch has no meaning with psrl.lmcache.backend=cpu"),
@@ -107,7 +111,7 @@ def test_sizes_are_shared_out_over_ranks() -> None:
     assert settings(ranks=4).engine_config["max_local_cpu_size"] == 25.0
     disk = settings(ranks=4, backend="disk", disk_path="/scratch/kv", max_disk_size_gb=400.0).engine_config
     assert (disk["max_local_cpu_size"], disk["max_local_disk_size"]) == (25.0, 100.0)
-    assert disk["local_disk"] == "file:///scratch/kv/instance-1/"
+    assert disk["local_disk"] == "/scratch/kv/instance-1/"
 
 
 def test_without_p2p_nothing_listens() -> None:

@@ -1,0 +1,193 @@
+"""The real LMCache, on the CPU, driven by the settings and identities that psrl makes. Skipped where it is not installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psrl.config.coordination import KVTransferConfig
+from psrl.config.lmcache import LMCacheConfig
+from psrl.rollout.cache_identity import cache_identity
+from psrl.rollout.lmcache_settings import PORTS_PER_RANK, LMCacheSettings, lmcache_settings, peer_address
+
+pytest.importorskip("lmcache", reason="needs LMCache: pip install 'psrl[lmcache]'")
+pytestmark = [pytest.mark.process, pytest.mark.lmcache]
+
+WORKER = Path(__file__).with_name("lmcache_worker.py")
+CHUNK = 16
+START_S, DEADLINE_S = 120.0, 30.0
+TRANSFER_MS = 400
+SMALL: dict[str, Any] = {"enable": True, "offload_size_gb": 0.02, "chunk_size": CHUNK}
+N = cache_identity("run-a", 0, 1).kv_transfer_params
+NEXT = cache_identity("run-a", 0, 2).kv_transfer_params
+RESUMED = cache_identity("run-a", 1, 1).kv_transfer_params
+OTHER_RUN = cache_identity("run-b", 0, 1).kv_transfer_params
+
+
+def tokens(start: int, chunks: int = 4) -> list[int]:
+    return list(range(start, start + chunks * CHUNK))
+
+
+class Worker:
+    """An instance's LMCache in a process of its own."""
+
+    def __init__(self, settings: LMCacheSettings, log: Path) -> None:
+        self.log = log
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, str(WORKER), json.dumps(settings.engine_config)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=os.environ | settings.environment,
+            )
+
+    def answer(self) -> Any:
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()[-2000:]
+        return json.loads(line)
+
+    def ask(self, *command: object) -> Any:
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def store(self, ids: list[int], tags: dict[str, str], mark: float) -> None:
+        assert self.ask("store", ids, tags, mark) == "stored"
+
+    def hit(self, ids: list[int], tags: dict[str, str]) -> int:
+        return self.ask("lookup", ids, tags)[0]
+
+    def load(self, ids: list[int], tags: dict[str, str]) -> tuple[int, list[float]]:
+        """Asks again until something is found: an answer that comes after the deadline helps the next one."""
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            hit, marks = self.ask("load", ids, tags)
+            if hit or time.monotonic() > end:
+                return hit, marks
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"backend": "disk", "disk_path": "/nowhere", "cache_policy": "FIFO"},
+        {"enable_p2p": True, "controller_host": "localhost"},
+    ],
+)
+def test_lmcache_knows_every_setting(given: dict[str, Any]) -> None:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.config_base import validate_and_set_config_value  # what vLLM's connector takes them with
+
+    peer = peer_address("127.0.0.1", range(9000, 9000 + 2 * PORTS_PER_RANK))
+    transfer = KVTransferConfig(enable=True)
+    values = lmcache_settings(LMCacheConfig(**SMALL | given), transfer, instance="i", ranks=2, peer=peer).engine_config
+    known = LMCacheEngineConfig.from_defaults()
+    assert all(validate_and_set_config_value(known, name, value) for name, value in values.items())
+    known.validate()
+    assert {name: getattr(known, name) for name in values} == values
+
+
+def test_what_one_version_made_never_serves_another(tmp_path: Path) -> None:
+    asked = LMCacheConfig(**SMALL, backend="disk", disk_path=str(tmp_path / "kv"), max_disk_size_gb=0.02)
+    worker = Worker(lmcache_settings(asked, KVTransferConfig(), instance="i", ranks=1), tmp_path / "log")
+    try:
+        assert worker.answer() == "ready"
+        ids = tokens(100)
+        worker.store(ids, N, 7.0)
+        assert worker.load(ids, N) == (len(ids), [7.0] * 4)
+        assert [worker.hit(ids, other) for other in (NEXT, RESUMED, OTHER_RUN, {})] == [0, 0, 0, 0]
+        worker.store(ids, NEXT, 8.0)
+        assert worker.load(ids, NEXT)[1] == [8.0] * 4 and worker.load(ids, N)[1] == [7.0] * 4
+        assert worker.hit(tokens(100, chunks=6), N) == len(ids)
+        assert list((tmp_path / "kv" / "i").iterdir())
+    finally:
+        worker.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Worker]]:
+    """Two instances that know of each other through a controller."""
+    place = tmp_path_factory.mktemp("p2p")
+    http, pull, reply, *rest = free_ports(3 + 2 * PORTS_PER_RANK)
+    asked = LMCacheConfig(
+        **SMALL,
+        enable_p2p=True,
+        p2p_transfer_channel="tcp",
+        controller_host="127.0.0.1",
+        controller_pull_port=pull,
+        controller_reply_port=reply,
+    )
+    transfer = KVTransferConfig(enable=True, transfer_timeout_ms=TRANSFER_MS)
+    workers: list[Worker] = []
+    monitor = json.dumps({"pull": pull, "reply": reply})
+    command = ["lmcache_controller", "--host", "127.0.0.1", "--port", str(http), "--monitor-ports", monitor]
+    with (place / "controller").open("w") as log:
+        controller = subprocess.Popen(
+            [str(Path(sys.executable).with_name(command[0])), *command[1:]],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"LMCACHE_TRACK_USAGE": "false"},
+        )
+    try:
+        for i in range(2):
+            peer = peer_address("127.0.0.1", rest[i * PORTS_PER_RANK : (i + 1) * PORTS_PER_RANK])
+            settings = lmcache_settings(asked, transfer, instance=f"i-{i}", ranks=1, peer=peer)
+            workers.append(Worker(settings, place / f"worker-{i}"))
+        assert [worker.answer() for worker in workers] == ["ready", "ready"]
+        yield workers[0], workers[1]
+    finally:
+        for worker in workers:
+            worker.kill()
+        controller.kill()
+        controller.wait()
+
+
+def test_the_target_loads_what_the_source_stored(pair: tuple[Worker, Worker]) -> None:
+    source, target = pair
+    source.store(tokens(1000), N, 3.0)
+    assert target.load(tokens(1000, chunks=6), N) == (4 * CHUNK, [3.0] * 4)
+
+
+def test_another_version_at_the_source_is_a_miss(pair: tuple[Worker, Worker]) -> None:
+    source, target = pair
+    source.store(tokens(2000), N, 4.0)
+    assert target.load(tokens(2000), N)[1] == [4.0] * 4  # the controller knows of it by now
+    for other in (NEXT, RESUMED, OTHER_RUN):
+        assert target.hit(tokens(2000), other) == 0
+
+
+def test_a_transfer_that_takes_too_long_is_given_up(pair: tuple[Worker, Worker]) -> None:
+    source, target = pair
+    source.store(tokens(3500), N, 6.0)
+    source.store(tokens(3000), N, 5.0)
+    assert target.load(tokens(3000), N)[1] == [5.0] * 4  # the controller knows of both by now
+    os.kill(source.process.pid, signal.SIGSTOP)
+    try:
+        hit, waited_s = target.ask("lookup", tokens(3500), N)
+    finally:
+        os.kill(source.process.pid, signal.SIGCONT)
+    assert hit == 0 and TRANSFER_MS / 1000 <= waited_s < 5 * TRANSFER_MS / 1000
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
