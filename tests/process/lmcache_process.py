@@ -20,6 +20,8 @@ from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
 from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupClient, LMCacheAsyncLookupServer
 from lmcache.v1.metadata import LMCacheMetadata
 
+from psrl.rollout.lmcache_worker import answer_in_time
+
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 4
 
 
@@ -62,6 +64,7 @@ def main() -> None:
         server = LMCacheAsyncLookupServer(engine, metadata)
         client = LMCacheAsyncLookupClient(config, metadata)
     engine.post_init(async_lookup_server=server)
+    answer_in_time(engine)
 
     def found(tokens: list[int], tags: dict[str, str], lookup_id: str) -> int:
         """What the scheduler would be told: prefix tokens that need not be computed."""

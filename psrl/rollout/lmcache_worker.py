@@ -1,0 +1,45 @@
+"""What runs within a worker of vLLM beside LMCache. Called through psrl's worker extension; imports LMCache where it is used."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+WAKE_S = 0.005
+
+
+def attend_offload_tier() -> None:
+    """Call once in each worker when its KV cache is there. RuntimeError if LMCache did not start: vLLM goes on without it
+    and only its log says so, but the tier was asked for by name."""
+    answer_in_time(_tier())
+
+
+def empty_offload_tier() -> int:
+    """Drop every entry (`psrl.lmcache.clear_on_weight_update`); how many. RuntimeError without a tier."""
+    return _tier().clear()
+
+
+def answer_in_time(engine: Any) -> None:
+    """Wake the event loop of LMCache's storage every WAKE_S when it shares entries.
+
+    LMCache 0.5 talks to its controller from two event loops over one socket. The loop that registered with the controller
+    takes half of the answers and hands them to the other without waking it, so they lie there until something else
+    happens: without this every second question to a peer ran into its deadline.
+    """
+    if engine.config.enable_p2p:
+        asyncio.run_coroutine_threadsafe(_wake_often(), engine.storage_manager.loop)
+
+
+async def _wake_often() -> None:
+    while True:
+        await asyncio.sleep(WAKE_S)
+
+
+def _tier() -> Any:
+    from lmcache.integration.vllm.utils import ENGINE_NAME
+    from lmcache.v1.cache_engine import LMCacheEngineBuilder
+
+    engine = LMCacheEngineBuilder.get(ENGINE_NAME)
+    if engine is None or not engine.is_healthy():
+        raise RuntimeError("psrl.lmcache.enable=True but LMCache did not start in this worker: its log says why")
+    return engine
