@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 
@@ -13,11 +14,15 @@ from psrl.config.lmcache import LMCacheConfig
 from psrl.config.lmcache_checks import check_lmcache
 from psrl.config.routing_checks import check_routing
 from psrl.config.schema import Config
+from psrl.role import Role
 from psrl.rollout.cache_identity import TAG, cache_identity
+from psrl.rollout.lmcache_instance import environment, instance_lmcache
 from psrl.rollout.lmcache_settings import PORTS_PER_RANK, LMCacheSettings, lmcache_settings, peer_address
+from psrl.rundir.layout import RunDir
 
 pytestmark = pytest.mark.unit
 
+PORT_LISTS = ("lmcache_worker_ports", "p2p_init_ports", "p2p_lookup_ports")
 P2P = {"enable_p2p": True, "controller_host": "node7"}
 
 
@@ -159,3 +164,22 @@ def test_an_identity_is_one_version_of_one_incarnation_of_one_run() -> None:
     assert len({identity.kv_transfer_params[TAG] for identity in made}) == len(wanted)
     assert all(identity.cache_salt.isalnum() and len(identity.cache_salt) <= 128 for identity in made)
     assert cache_identity("run-a", 2, 3, multi_version=False).kv_transfer_params == {}
+
+
+def test_the_engine_alone_sees_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "all")
+    monkeypatch.delenv("LMCACHE_TRACK_USAGE", raising=False)
+    with environment({"UCX_TLS": "tcp", "LMCACHE_TRACK_USAGE": "false"}):
+        assert (os.environ["UCX_TLS"], os.environ["LMCACHE_TRACK_USAGE"]) == ("tcp", "false")
+    assert os.environ["UCX_TLS"] == "all" and "LMCACHE_TRACK_USAGE" not in os.environ
+
+
+def test_an_instance_listens_where_its_run_does(tmp_path: Path) -> None:
+    asked = config(**P2P)
+    role = Role(RunDir(tmp_path), asked, "instance-1", "node", local=True, attempt="a")
+    made = instance_lmcache(role, ranks=2)
+    assert made is not None and made.engine_config["p2p_host"] == "127.0.0.1"
+    ports = [port for name in PORT_LISTS for port in made.engine_config[name]]
+    assert len(set(ports)) == 2 * PORTS_PER_RANK
+    asked.psrl.lmcache.enable = False
+    assert instance_lmcache(role, ranks=2) is None
