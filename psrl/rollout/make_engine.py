@@ -11,6 +11,8 @@ from psrl.role import Role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
 from psrl.rollout.engines.vllm_arguments import user_options
+from psrl.rollout.lmcache_instance import environment, instance_lmcache
+from psrl.rundir.keys import load_keys
 from psrl.tasks.prepare import context_length
 
 
@@ -24,16 +26,23 @@ def make_engine(role: Role, source: ModelSource) -> Engine:
     if gen.name == "vllm":
         from psrl.rollout.engines.vllm_engine import VllmEngine
 
-        return VllmEngine(
-            source.path,
-            dtype=dtype,
-            specs=checkpoint_specs(source.path, dtype),
-            eos_token_ids=source.eos_token_ids,
-            max_num_seqs=gen.max_num_seqs,
-            max_model_len=context_length(role.config),
-            kv_cache_tokens=gen.kv_cache_tokens,
-            options=user_options(gen) | vllm_options(role.config),
-        )
+        ranks = gen.tensor_model_parallel_size * gen.pipeline_model_parallel_size
+        lmcache, asked = instance_lmcache(role, ranks), role.config.psrl.lmcache
+        with environment(lmcache.environment if lmcache else {}):
+            return VllmEngine(
+                source.path,
+                dtype=dtype,
+                specs=checkpoint_specs(source.path, dtype),
+                eos_token_ids=source.eos_token_ids,
+                max_num_seqs=gen.max_num_seqs,
+                max_model_len=context_length(role.config),
+                kv_cache_tokens=gen.kv_cache_tokens,
+                options=user_options(gen) | vllm_options(role.config),
+                run=load_keys(role.run_dir).server_public,
+                kv_transfer_config=lmcache.kv_transfer_config if lmcache else None,
+                tag_versions=lmcache is not None and asked.multi_version_kv,
+                empty_offload=asked.clear_on_weight_update,
+            )
     return TorchEngine(
         load_engine_model(source.path, dtype),
         eos_token_ids=source.eos_token_ids,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams as VllmSampling
+from vllm.config import KVTransferConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from psrl.protocol.generation import (
@@ -24,6 +25,7 @@ from psrl.protocol.generation import (
     TokenChunk,
 )
 from psrl.protocol.samples import VersionSpan
+from psrl.rollout.cache_identity import CacheIdentity, cache_identity
 from psrl.rollout.engines.base import InWorkers
 from psrl.rollout.engines.requests import budget, last_chunk, refusals, request_fault
 from psrl.rollout.engines.shared_tensors import SharedTensors
@@ -68,19 +70,31 @@ class VllmEngine:
         max_model_len: int,
         kv_cache_tokens: int,
         options: Mapping[str, Any] | None = None,
+        run: str = "",
+        kv_transfer_config: Mapping[str, Any] | None = None,
+        tag_versions: bool = False,
+        empty_offload: bool = False,
     ) -> None:
         """Start vLLM on the model in `directory` (tens of seconds), with random weights until `update_weights`.
 
         `specs`: the model's tensors (`psrl.models.load.checkpoint_specs`). `kv_cache_tokens` is for CPUs; on a GPU
         `options["gpu_memory_utilization"]` decides. `options`: more of vLLM's EngineArgs. Raises ValueError for limits and options that vLLM refuses.
+
+        `run` tells this run's keys and values from another's. With `kv_transfer_config` (LMCache's) they are tagged with
+        their version (`tag_versions`), or what lies outside of vLLM is dropped at each switch (`empty_offload`).
         """
+        options = dict(options or {})
+        if kv_transfer_config is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**kv_transfer_config)
+        self._run, self._tag_versions = run, tag_versions
+        self._empty_offload = empty_offload and kv_transfer_config is not None
         config = engine_config(
             directory,
             dtype=dtype,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             kv_cache_tokens=kv_cache_tokens,
-            options=options or {},
+            options=options,
         )
         self.version = -1
         self.on_gpu = config.device_config.device_type == "cuda"
@@ -91,6 +105,8 @@ class VllmEngine:
         self._core = EngineCore(config)
         self._shared = SharedTensors("psrl-weights", self._specs)
         self._core.call_workers("psrl_prepare", self._shared.path, self._shared.layout, timeout_s=PREPARE_TIMEOUT_S)
+        if kv_transfer_config is not None:
+            self._core.call_workers("psrl_attend_offload", timeout_s=PREPARE_TIMEOUT_S)
         cache = config.cache_config
         self._figures = EngineFigures(
             kv_capacity_tokens=((cache.num_gpu_blocks or 1) - 1) * cache.block_size,  # vLLM keeps one block for itself
@@ -123,6 +139,7 @@ class VllmEngine:
     def _add(self, request: GenerateRequest, item: SampleRequest, room: int) -> None:
         self._arrivals += 1
         request_id = str(self._arrivals)
+        identity = cache_identity(self._run, request.incarnation, self.version, multi_version=self._tag_versions)
         self._samples[request_id] = _Sample(request.group, item.sample, self._arrivals)
         self._figures.submitted(1)
         self._core.add(
@@ -130,16 +147,18 @@ class VllmEngine:
                 request_id=request_id,
                 prompt_token_ids=[*request.prompt_ids, *item.prefix_ids],
                 mm_features=None,
-                sampling_params=self._sampling(request, item, room),
+                sampling_params=self._sampling(request, item, room, identity),
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
-                cache_salt=f"{request.incarnation}.{self.version}",
+                cache_salt=identity.cache_salt,
                 data_parallel_rank=None,
             )
         )
 
-    def _sampling(self, request: GenerateRequest, item: SampleRequest, room: int) -> VllmSampling:
+    def _sampling(
+        self, request: GenerateRequest, item: SampleRequest, room: int, identity: CacheIdentity
+    ) -> VllmSampling:
         wanted = request.sampling
         eos = frozenset() if wanted.ignore_eos else self._eos_token_ids
         return VllmSampling(
@@ -152,6 +171,7 @@ class VllmEngine:
             ignore_eos=True,  # the ids above say it all
             logprobs=0,
             detokenize=False,
+            extra_args={"kv_transfer_params": identity.kv_transfer_params} if identity.kv_transfer_params else None,
         )
 
     def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
@@ -257,6 +277,8 @@ class VllmEngine:
         self._take(self._core.drain())
         at.append(time.perf_counter())
         self._core.call_workers("psrl_switch", pulled, timeout_s=SWITCH_TIMEOUT_S)
+        if self._empty_offload:
+            self._core.call_workers("psrl_empty_offload", timeout_s=SWITCH_TIMEOUT_S)
         self.version = version
         self._figures.all_start_again()
         at.append(time.perf_counter())

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from psrl.rollout.engines.shared_tensors import Layout, map_tensors
+from psrl.rollout.lmcache_worker import attend_offload_tier, empty_offload_tier
 
 
 class PsrlWorker:
@@ -77,6 +78,14 @@ class PsrlWorker:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - begun
+
+    def psrl_attend_offload(self) -> None:
+        """Look after LMCache, or raise if it did not start here."""
+        attend_offload_tier()
+
+    def psrl_empty_offload(self) -> int:
+        """Drop all that LMCache holds."""
+        return empty_offload_tier()
 
     def _psrl_load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         model = self.model_runner.get_model()
