@@ -50,10 +50,10 @@ ALGORITHM_SETTING = [
 ]  # fmt: skip
 """Two optimizer steps a buffer, so that the losses differ: in a single one every ratio is 1."""
 CORRECTION_SETTING = [
-    f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.optim.lr=1.5e-3", f"{ACTOR}.optim.lr_scheduler_type=constant",
+    f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.optim.lr=5e-4", f"{ACTOR}.optim.lr_scheduler_type=constant",
     "gen_actor_rollout_ref.rollout.dtype=bfloat16",
 ]  # fmt: skip
-"""Four large optimizer steps a buffer and an engine that rounds differently: the samples are far from the policy."""
+"""Four optimizer steps a buffer and an engine that rounds differently: the samples are far from the policy."""
 CORRECTION_CASES = {
     "staleness 0": ["psrl.staleness=0", f"{CORRECTION}.rollout_is=null"],
     "staleness 4, no correction": ["psrl.staleness=4", f"{CORRECTION}.rollout_is=null"],
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3, help="of --correction")
     parser.add_argument("--more", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs")
-    parser.add_argument("--runs", type=Path, help="keep the run directories here, and go on with those that are there")
+    parser.add_argument("--runs", type=Path, help="keep the runs here, and do not repeat those that are there")
     parser.add_argument("--output", type=Path, help="write PREFIX.txt and PREFIX.png")
     args = parser.parse_args()
     setting = [*(CORRECTION_SETTING if args.correction else ALGORITHM_SETTING), *args.more]
@@ -248,8 +248,9 @@ def main() -> int:
     lines = [describe_machine(), f"{args.steps} steps of {' '.join([*COMMON, *setting])}", "", *lines]
     print("\n".join(lines))
     if args.output:
-        command = f"$ python benchmarks/learning.py {'--correction ' if args.correction else ''}--steps {args.steps}"
-        command += f" --more {' '.join(args.more)}" if args.more else ""
+        chosen = "--correction" if args.correction else f"--algorithms {' '.join(args.algorithms)}"
+        more = f" --more {' '.join(args.more)}" if args.more else ""
+        command = f"$ python benchmarks/learning.py {chosen} --steps {args.steps}{more}"
         args.output.with_suffix(".txt").write_text("\n".join([command, *lines]) + "\n")
         plot(seeded, args.output.with_suffix(".png"))
     return 0
