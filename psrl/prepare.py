@@ -32,7 +32,6 @@ from psrl.tasks.prepare import prepare
 from psrl.tasks.registry import build_task, task_spec
 from psrl.tasks.validation import VALIDATION_PROMPTS, training_task, validates, validation_task
 from psrl.trainer.device import check_device
-from psrl.weights.channel.select import settle_mode
 
 log = logging.getLogger("psrl.prepare")
 
@@ -49,6 +48,8 @@ def prepare_run(run_dir: RunDir) -> None:
     for warning in check_gpus(config, gpus, one_host=os.environ.get("PSRL_LOCAL") == "1"):
         log.warning("%s", warning)
     task = check_inputs(config)
+    from psrl.weights.channel.select import settle_mode  # with it comes torch: bad input is told before that
+
     settle_mode(config, run_dir)
     model = resolve_model(config, run_dir)
     stats = prepare(config, task, load_tokenizer(model.path), run_dir.data / PROMPTS)
