@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from replay_ranks import changed, replay_on
-from runs import NewRun, Run, of
+from runs import ONE_INSTANCE, NewRun, Run, of
 
 from psrl.coordinator.records import Publish, Start, Take
 from psrl.telemetry.metrics import read_metrics
@@ -35,7 +35,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
         time.sleep(0.15)
     return float(sum(map(ord, solution_str)) % 3)
 '''
-SETTINGS: dict[str, object] = {
+SETTINGS: dict[str, object] = ONE_INSTANCE | {
     "reward.function": "overlap_reward:reward",
     "psrl.staleness": 0,
     "psrl.staleness_buffer_entries": 8,
