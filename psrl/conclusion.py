@@ -11,12 +11,12 @@ from psrl.outcome import FAILED, INTERRUPTED, Outcome
 from psrl.rundir.layout import RunDir
 
 
-def write_summary_and_report(run_dir: RunDir) -> None:
-    """summary.json and the page; a failure here is told and changes no verdict."""
-    from psrl.report import write_report
+def write_summary_and_report(run_dir: RunDir, page: bool) -> None:
+    """summary.json and, with `page`, what it looks like; a failure here is told and changes no verdict."""
+    from psrl.report import write_report, write_summary
 
     try:
-        write_report(run_dir)
+        (write_report if page else write_summary)(run_dir)
     except Exception as error:  # the run itself is over: its verdict must not depend on a plot
         print(
             f"psrl: the report could not be made ({type(error).__name__}: {error}); try python -m psrl.report {run_dir.path}",

@@ -67,7 +67,7 @@ def start(run_dir: RunDir, config: Config, resuming: bool) -> int:
     os.environ["PSRL_ATTEMPT"] = f"{len(list(run_dir.ledger.iterdir()))}-{secrets.token_hex(3)}"
     begin_attempt(run_dir)
     outcome = watch(run_dir, config)
-    write_summary_and_report(run_dir)
+    write_summary_and_report(run_dir, page=config.trainer.report)
     conclude(run_dir, outcome, f"the same command with run_dir={run_dir.path} goes on from the last checkpoint")
     return EXIT_CODES[outcome.status]
 

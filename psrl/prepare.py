@@ -31,8 +31,7 @@ from psrl.tasks.base import Task
 from psrl.tasks.prepare import prepare
 from psrl.tasks.registry import build_task, task_spec
 from psrl.tasks.validation import VALIDATION_PROMPTS, training_task, validates, validation_task
-from psrl.trainer.device import check_device
-from psrl.weights.channel.select import settle_mode
+from psrl.weights.mode import settle_mode
 
 log = logging.getLogger("psrl.prepare")
 
@@ -43,7 +42,10 @@ EXIT_REFUSED = 2
 def prepare_run(run_dir: RunDir) -> None:
     """Check task and reward, make or find the model, write the prompt file. Raises ConfigError with one sentence."""
     config = load_config(run_dir)
-    check_device(config.trainer.device)
+    if config.trainer.device == "cuda":
+        from psrl.trainer.device import check_device  # torch comes with it
+
+        check_device("cuda")
     gpus = visible_gpus(os.environ)
     refuse_without_saver(config, has_gpu=bool(gpus), installed=find_spec("torch_memory_saver") is not None)
     for warning in check_gpus(config, gpus, one_host=os.environ.get("PSRL_LOCAL") == "1"):

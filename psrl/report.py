@@ -15,7 +15,7 @@ from psrl.rundir.layout import RunDir
 from psrl.rundir.publish import write_atomic
 from psrl.telemetry.members import Member, is_run, sweep_members
 from psrl.telemetry.page import render_page
-from psrl.telemetry.record import configuration, load_run
+from psrl.telemetry.record import RunRecord, configuration, load_run
 from psrl.telemetry.sweep_page import render_sweep
 from psrl.telemetry.sweep_record import load_sweep
 
@@ -26,13 +26,18 @@ def write_report(run_dir: RunDir) -> Path:
     Works at any time of a run's life; doing it again replaces both. Raises FileNotFoundError, naming it, if there is no
     such run directory. A ledger that cannot be read is told on the page.
     """
-    counts, text = _ledger(run_dir)
-    record = load_run(run_dir.path, counts, text)
+    record = write_summary(run_dir)
     page = run_dir.report / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir.summary, json.dumps(record.summary, indent=1).encode() + b"\n")
     write_atomic(page, render_page(record).encode())
     return page
+
+
+def write_summary(run_dir: RunDir) -> RunRecord:
+    """Write `summary.json` alone, and return what the page is drawn from."""
+    record = load_run(run_dir.path, *_ledger(run_dir))
+    write_atomic(run_dir.summary, json.dumps(record.summary, indent=1).encode() + b"\n")
+    return record
 
 
 def write_sweep_report(directory: Path, members: Sequence[Member]) -> Path:

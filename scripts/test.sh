@@ -8,6 +8,8 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-workers=$(nproc)
-# Whole files go to a worker, so that fixtures are shared; half of the time is spent waiting for deadlines.
-exec .venv/bin/python -m pytest -m "not gpu and not slow" -n "$((workers < 4 ? workers : 4))" --dist loadfile "$@"
+# Whole files go to a worker, so that fixtures are shared, the longest first (tests/conftest.py). Many wait for Slurm and for
+# deadlines, so there is a worker more for every two cores.
+cores=$(nproc)
+workers=$((cores < 4 ? cores + cores / 2 : 6))
+exec .venv/bin/python -m pytest -m "not gpu and not slow" -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

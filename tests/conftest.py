@@ -17,6 +17,33 @@ from psrl.rundir.layout import RunDir
 from psrl.setup_run import lay_out
 from psrl.supervisor.node import role_environment
 
+LONGEST = (
+    "test_time_limit",
+    "test_faults",
+    "test_interruptions",
+    "test_sweep",
+    "test_overlap",
+    "test_mini_slurm",
+    "test_replay",
+    "test_templates",
+    "test_redundancy",
+    "test_elastic",
+    "test_join",
+    "test_backends",
+    "test_examples_submitted",
+    "test_weight_channel",
+    "test_routing_live",
+)
+"""Files of minutes, those that wait for Slurm among those that compute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first (and go to workers in this order with `--no-loadscope-reorder`), so that in the end no
+    worker is alone with one; the files of pure logic come last."""
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), "unit" in item.path.parts))
+
+
 MODEL = {
     "data.max_response_length": 256,
     "model.tiny.hidden_size": 64,

@@ -112,6 +112,7 @@ MAY_CHANGE = (
     "trainer.device",
     "trainer.gpu_memory_fraction",
     "trainer.logger",
+    "trainer.report",
     "trainer.project_name",
     "trainer.experiment_name",
     "psrl.deployment.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -17,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from psrl.config.conf_dir import conf_dir
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.help import documented_keys
@@ -34,13 +34,6 @@ OPEN = ("data.task_params", "data.reasoning_gym.params")
 """Mappings whose keys belong to the task: any may be set."""
 BANDS = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_correction.rollout_rs_threshold")
 """Their "lo_hi" must not be read as one number: 0.5_5 is 0.55 in Python's, YAML's and Hydra's spelling."""
-
-
-def conf_dir() -> Path:
-    """`conf/` beside the package in a checkout, inside it when installed from a wheel."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
 
 
 def register_schema(schema: type[Config] = Config) -> None:

@@ -320,6 +320,9 @@ class TrainerConfig:
     """wandb run name; null: the run directory's name."""
     logger: list[str] = field(default_factory=lambda: ["console", "wandb"])
     """console, wandb (offline unless WANDB_MODE says otherwise)."""
+    report: bool = True
+    """Draw `report/index.html` at the end, which takes seconds; `summary.json` is written always, and `python -m psrl.report`
+    draws the page later."""
 
 
 @dataclass

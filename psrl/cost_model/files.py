@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from psrl.config.compose import conf_dir
+from psrl.config.conf_dir import conf_dir
 from psrl.config.errors import ConfigError
 from psrl.protocol.cost_model import CostModel
 

@@ -75,7 +75,7 @@ def _lead(run_dir: RunDir, config: Config, share: Share, place: NodePlace, early
     outcome = current_outcome(run_dir)
     if outcome is not None:
         if outcome.status != INTERRUPTED:  # then the time that is left is short, and the run goes on
-            write_summary_and_report(run_dir)
+            write_summary_and_report(run_dir, page=config.trainer.report)
         conclude(run_dir, outcome, "a run goes on from its last checkpoint; a failed one when it is submitted again")
     return code
 

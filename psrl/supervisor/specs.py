@@ -101,5 +101,5 @@ def _cores(cores: list[int] | None) -> tuple[int, ...] | None:
 
 
 def _child(role: str, name: str, module: str, run_dir: RunDir, **kwargs) -> ChildSpec:
-    argv = (sys.executable, "-m", module, str(run_dir.path), name)
+    argv = (sys.executable, "-m", "psrl.start", module, str(run_dir.path), name)
     return ChildSpec(role=role, name=name, argv=argv, ignored=(signal.SIGUSR2, signal.SIGTERM), **kwargs)

@@ -49,7 +49,7 @@ def with_head(critic: FSDP2Critic, seed: int = 5) -> FSDP2Critic:
 
 def train_step(critic: FSDP2Critic, step: int, cap: int = 1024) -> dict[str, float]:
     """One optimizer step towards returns that follow from the tokens."""
-    batches = make_batches(make_groups(step), critic.dp_rank, critic.dp_size, cap, device=critic._device)
+    batches = make_batches(make_groups(step), critic.dp_rank, critic.dp_size, cap, device=critic.device)
     batches = [replace(batch, values=critic.values(batch), returns=_returns(batch)) for batch in batches]
     (tokens,) = critic.all_sum([count_loss_tokens(batches)])
     sums = critic.update(batches, ValueLoss(int(tokens), clip=0.5))

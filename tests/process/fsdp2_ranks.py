@@ -3,7 +3,8 @@
 `fsdp2_ranks.py '{"checkpoints": DIR, "init": FILE, "steps": 4, "save_at": [2]}'`: rank 0 prints the metrics of each
 step as a line of JSON. "actor": settings of the actor, for example its strategy. "shards" and "log_probs": directories where
 each rank leaves its last weights and the log-probs of the first step. "background": checkpoints are written while training goes
-on; "killed": every rank kills itself where the last one would be marked complete, or is being written.
+on; "killed": every rank kills itself where the last one would be marked complete, or is being written. "then": another task
+for the same processes.
 """
 
 from __future__ import annotations
@@ -206,20 +207,8 @@ def report(backend: BackendCore, metrics: dict[str, float]) -> None:
         print(json.dumps(metrics), flush=True)
 
 
-def main(task: dict) -> None:
-    torch.set_num_threads(1)
-    world_size = int(os.environ["WORLD_SIZE"])
-    device = task.get("device", "cpu")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["RANK"]))
-    if world_size > 1:
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=f"file://{task['init']}",
-            rank=int(os.environ["RANK"]),
-            world_size=world_size,
-            timeout=timedelta(seconds=120),
-        )
+def run(task: dict, device: str) -> None:
+    """One task from the first step to the last one."""
     actor = make_actor(**settings(task))
     # A resumed run starts from other weights ("seed"), so that it is right only if the checkpoint replaces them.
     backend = make_backend(
@@ -241,6 +230,25 @@ def main(task: dict) -> None:
     if "shards" in task:
         shards = [replace(shard, local=shard.local.cpu()) for shard in backend.weight_shards()]
         torch.save(shards, Path(task["shards"]) / f"{backend.rank}.pt")
+
+
+def main(task: dict) -> None:
+    torch.set_num_threads(1)
+    world_size = int(os.environ["WORLD_SIZE"])
+    device = task.get("device", "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+            init_method=f"file://{task['init']}",
+            rank=int(os.environ["RANK"]),
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+    while task:
+        run(task, device)
+        task = task.get("then", {})
     if world_size > 1:
         dist.destroy_process_group()
 

@@ -42,6 +42,7 @@ SMALL: dict[str, object] = {
     "trainer.total_training_steps": 6,
     "trainer.save_freq": 2,
     "trainer.logger": "[console]",
+    "trainer.report": False,
     "train_actor_rollout_ref.actor.optim.lr_scheduler_type": "constant",
 }
 LONG: dict[str, object] = {"data.max_response_length": 256, "gen_actor_rollout_ref.rollout.ignore_eos": "True"}

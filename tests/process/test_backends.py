@@ -85,16 +85,29 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant:
 
 @dataclass
 class Ran:
-    """What the ranks of a variant left: the loss curve of rank 0, log-probs by row, shards of the last weights, checkpoints."""
+    """What the ranks of a variant left: the loss curve of rank 0, log-probs by row, shards of the last weights, checkpoints,
+    and the curve from a checkpoint of FSDP2 on."""
 
     curve: list[dict[str, float]]
+    resumed: list[dict[str, float]]
     log_probs: list[dict[tuple[int, ...], torch.Tensor]]
     shards: list[list[WeightShard]]
     checkpoint: Path
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory):
+def of_fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a checkpoint of FSDP2 on one rank."""
+    root = tmp_path_factory.mktemp("of_fsdp2")
+    before = single()
+    for step in range(SAVED_AT):
+        train_step(before, step, **LOSS)
+    save(before, root, SAVED_AT)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ran(of_fsdp2: Path, tmp_path_factory: pytest.TempPathFactory):
     """Each variant runs once."""
 
     @cache
@@ -102,22 +115,23 @@ def ran(tmp_path_factory: pytest.TempPathFactory):
         tmp = tmp_path_factory.mktemp(variant.name)
         for name in ("shards", "log_probs"):
             (tmp / name).mkdir()
-        curve = launch(
+        common = {"steps": STEPS, "cap": 15, "actor": variant.actor, "loss": LOSS}
+        resumed = common | {"checkpoints": str(of_fsdp2), "save_at": [], "seed": 1}
+        rows = launch(
             tmp,
             variant.world_size,
-            steps=STEPS,
+            **common,
             save_at=[SAVED_AT],
-            cap=15,
-            actor=variant.actor,
-            loss=LOSS,
             shards=str(tmp / "shards"),
             log_probs=str(tmp / "log_probs"),
+            then=resumed,
         )
         left = {
             name: [torch.load(tmp / name / f"{rank}.pt", weights_only=False) for rank in range(variant.world_size)]
             for name in ("shards", "log_probs")
         }
-        return Ran(curve, left["log_probs"], left["shards"], tmp / "checkpoints" / f"step_{SAVED_AT}")
+        checkpoint = tmp / "checkpoints" / f"step_{SAVED_AT}"
+        return Ran(rows[:STEPS], rows[STEPS:], left["log_probs"], left["shards"], checkpoint)
 
     return run
 
@@ -180,17 +194,8 @@ def test_its_checkpoint_goes_on_in_fsdp2_on_one_rank(variant, ran, reference):
 
 
 @every_variant
-def test_a_checkpoint_of_fsdp2_goes_on_in_it(variant, tmp_path, reference):
-    before = single()
-    for step in range(SAVED_AT):
-        train_step(before, step, **LOSS)
-    path = tmp_path / "checkpoints" / f"step_{SAVED_AT}"
-    path.parent.mkdir()
-    save(before, path.parent, SAVED_AT)
-    curve = launch(
-        tmp_path, variant.world_size, steps=STEPS, save_at=[], cap=15, seed=1, actor=variant.actor, loss=LOSS
-    )
-    for ours, other in zip(curve, reference[1][SAVED_AT:], strict=True):
+def test_a_checkpoint_of_fsdp2_goes_on_in_it(variant, ran, reference):
+    for ours, other in zip(ran(variant).resumed, reference[1][SAVED_AT:], strict=True):
         assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
 
 

@@ -429,6 +429,7 @@ def test_data_smaller_than_a_batch_is_refused_with_both_numbers_and_nothing_is_l
 # ---- neighbours ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # three members at once on one node: tests/slurm/test_sweep.py
 def test_two_runs_share_a_host(new_run: NewRun) -> None:
     runs = [new_run({**ONE_INSTANCE, "trainer.total_training_steps": 3}, f"run-{i}") for i in range(2)]
     for run in runs:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from overlap_ranks import changed
-from runs import DEADLINE_S, NewRun, Run, of
+from replay_ranks import changed, replay_on
+from runs import ONE_INSTANCE, NewRun, Run, of
 
 from psrl.coordinator.records import Publish, Start, Take
 from psrl.telemetry.metrics import read_metrics
@@ -38,7 +35,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
         time.sleep(0.15)
     return float(sum(map(ord, solution_str)) % 3)
 '''
-SETTINGS: dict[str, object] = {
+SETTINGS: dict[str, object] = ONE_INSTANCE | {
     "reward.function": "overlap_reward:reward",
     "psrl.staleness": 0,
     "psrl.staleness_buffer_entries": 8,
@@ -260,39 +257,23 @@ def test_an_interrupted_step_leaves_no_trace(recorded: Run, scope: str) -> None:
     assert_same_weights(plain, disturbed)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        PRE_STEP,
-        {f"{OVERLAP}.granularity": "micro_batch", f"{OVERLAP}.overlap_scope": "accumulate"},
-        {f"{OVERLAP}.granularity": "micro_batch", f"{OVERLAP}.overlap_scope": "recompute"},
-    ],
-)
-def test_two_ranks_follow_one(recorded: Run, whole_runs: WholeRuns, tmp_path: Path, changes: dict) -> None:
-    one = whole_runs({})
-    (init := tmp_path / "init").unlink(missing_ok=True)
-    task = {"run": str(recorded.dir.path), "changes": changes, "init": str(init), "steps": 3}
-    script = Path(__file__).with_name("overlap_ranks.py")
-    environment = {**os.environ, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), json.dumps(task)],
-            env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in ranks] == [0, 0]
-    curve = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
-    assert len(curve) == 3
-    for row, other in zip(one.curve, curve, strict=True):
+TWO_RANKS = {
+    "pre_step": PRE_STEP,
+    "accumulate": {f"{OVERLAP}.granularity": "micro_batch", f"{OVERLAP}.overlap_scope": "accumulate"},
+    "recompute": {f"{OVERLAP}.granularity": "micro_batch", f"{OVERLAP}.overlap_scope": "recompute"},
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(recorded: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """The curve of each scope."""
+    return replay_on(2, recorded.dir.path, TWO_RANKS, tmp_path_factory.mktemp("two_ranks") / "init")
+
+
+@pytest.mark.parametrize("scope", TWO_RANKS)
+def test_two_ranks_follow_one(two_ranks: dict[str, list], whole_runs: WholeRuns, scope: str) -> None:
+    assert len(two_ranks[scope]) == 3
+    for row, other in zip(whole_runs({}).curve, two_ranks[scope], strict=True):
         assert other == pytest.approx(row, rel=2e-3, abs=2e-5)
 
 

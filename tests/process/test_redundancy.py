@@ -240,6 +240,7 @@ def test_long_answers_that_the_trainer_waits_for(new_run: NewRun, tmp_path: Path
 def test_what_was_made_before_an_interruption_counts_as_prompt(new_run: NewRun) -> None:
     run = new_run(
         {
+            **ONE_INSTANCE,
             "data.max_response_length": 192,
             "gen_actor_rollout_ref.rollout.ignore_eos": True,
             "trainer.keep_samples": True,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from replay_ranks import replay_on
 
 from psrl.telemetry.metrics import read_metrics
 from psrl.trainer.replay import CURVE
@@ -18,19 +20,21 @@ pytestmark = pytest.mark.process
 
 TOLERANCE = 2e-4
 """Relative, between one and two ranks after 8 steps: additions in another order, amplified by Adam's division."""
+RECORDED = ("trainer.keep_samples=True", "model.tiny.warm_start_steps=150")
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("recorded") / "run"
-    launch(run_dir, "trainer.keep_samples=True", "model.tiny.warm_start_steps=150")
+    launch(run_dir, *RECORDED)
     return run_dir
 
 
 def launch(run_dir: Path, *overrides: str) -> None:
     command = [
         sys.executable, "-m", "psrl.launch", "preset=laptop", f"run_dir={run_dir}", "psrl.staleness_buffer_entries=8", "psrl.rollout_n=4",
-        "model.tiny.hidden_size=64", "model.tiny.num_layers=2", "trainer.total_training_steps=8", "trainer.logger=[console]", *overrides,
+        "model.tiny.hidden_size=64", "model.tiny.num_layers=2", "trainer.total_training_steps=8", "trainer.logger=[console]", "trainer.report=False",
+        "psrl.deployment.n_rollout_instances=1", *overrides,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,25 +68,40 @@ def test_one_rank_repeats_the_run_and_two_ranks_agree_with_it(recorded: Path, tm
 
 
 ACTOR = "train_actor_rollout_ref.actor"
-MEGATRON = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+MEGATRON = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed")
+
+
+SPREAD: dict[str, dict[str, object]] = {
+    "hsdp-2x1": {f"{ACTOR}.fsdp_config.fsdp_size": 1},
+    "ulysses-2": {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
+    "megatron-tp2": {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.tensor_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    """The curve of each way to spread the model over two ranks."""
+    variants = {name: spread for name, spread in SPREAD.items() if HAS_MEGATRON or "megatron" not in name}
+    return replay_on(2, recorded, variants, tmp_path_factory.mktemp("two_ranks") / "init")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        pytest.param(2, ("fsdp_config.fsdp_size=1",), id="hsdp-2x1"),
-        pytest.param(2, ("ulysses_sequence_parallel_size=2",), id="ulysses-2"),
-        pytest.param(1, ("strategy=megatron",), marks=MEGATRON, id="megatron-tp1"),
-        pytest.param(
-            2, ("strategy=megatron", "megatron.tensor_model_parallel_size=2"), marks=MEGATRON, id="megatron-tp2"
-        ),
-    ],
+    "spread", [pytest.param(name, marks=[MEGATRON] if "megatron" in name else []) for name in SPREAD]
 )
-def test_every_backend_gives_the_curve_of_the_run(
-    recorded: Path, tmp_path: Path, ranks: int, settings: tuple[str, ...]
+def test_every_backend_gives_the_curve_of_the_run_on_two_ranks(
+    recorded: Path, two_ranks: dict[str, list[dict[str, float]]], spread: str
 ) -> None:
+    same_curve(recorded, two_ranks[spread])
+
+
+@MEGATRON
+def test_megatron_gives_the_curve_of_the_run_on_one_rank(recorded: Path, tmp_path: Path) -> None:
+    same_curve(recorded, replayed(recorded, 1, tmp_path / "store", f"{ACTOR}.strategy=megatron"))
+
+
+def same_curve(recorded: Path, again: list[dict[str, float]]) -> None:
     trained = [{name: row[name] for name in CURVE if name in row} for row in read_metrics(recorded / "metrics.jsonl")]
-    again = replayed(recorded, ranks, tmp_path / "store", *(f"{ACTOR}.{setting}" for setting in settings))
     assert len(again) == 8
     for row, other in zip(trained, again, strict=True):
         assert other == pytest.approx(row, rel=TOLERANCE, abs=2e-6)
@@ -119,17 +138,18 @@ def test_two_trainer_ranks_train_end_to_end(
 
 @MEGATRON
 def test_a_run_goes_on_with_another_backend_on_other_ranks(recorded: Path, tmp_path: Path) -> None:
-    run_dir, model = tmp_path / "run", f"model={recorded / 'model'}"
-    launch(run_dir, model, "trainer.total_training_steps=4")
+    run_dir = tmp_path / "run"
+    shutil.copytree(recorded, run_dir)  # a run may be moved
     launch(
         run_dir,
-        model,
+        *RECORDED,
+        "trainer.total_training_steps=12",
         f"{ACTOR}.strategy=megatron",
         f"{ACTOR}.megatron.tensor_model_parallel_size=2",
         "psrl.deployment.train_ngpus_per_node=2",
     )
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["status"] == "completed" and summary["steps"] == 8
+    assert summary["status"] == "completed" and summary["steps"] == 12
     rows = read_metrics(run_dir / "metrics.jsonl")
-    kl = [abs(row["rollout_corr/kl"]) for row in rows if row["staleness/max"] == 0]
-    assert len(rows) == 8 and kl and max(kl) < 1e-3
+    kl = [abs(row["rollout_corr/kl"]) for row in rows[8:] if row["staleness/max"] == 0]
+    assert len(rows) == 12 and kl and max(kl) < 1e-3

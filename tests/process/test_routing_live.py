@@ -28,7 +28,6 @@ WAYS: dict[str, dict[str, object]] = {
         f"{ROUTING}.enable_trajectory_sticky": True,
         f"{ROUTING}.candidate_sort_indicator": "reserve_capability",
     },
-    "cache_aware": {f"{ROUTING}.method": "cache_aware", f"{ROUTING}.enable_group_sticky": True},
 }
 
 
@@ -40,9 +39,11 @@ def test_a_run_under_each_of_the_weighing_methods_is_complete_and_clean(way: str
     assert run.audit().status == "completed" and run.version == 4
 
 
-def test_an_engine_that_preempts_hands_its_queue_back(new_run: NewRun) -> None:
+def test_an_engine_that_preempts_hands_its_queue_back_and_cache_aware_places_it_anew(new_run: NewRun) -> None:
     """The KV cache holds two full sequences: eight samples start together and soon do not fit."""
     few_tokens = {
+        f"{ROUTING}.method": "cache_aware",
+        f"{ROUTING}.enable_group_sticky": True,
         "gen_actor_rollout_ref.rollout.ignore_eos": True,
         "gen_actor_rollout_ref.rollout.kv_cache_tokens": 512,
         f"{ROUTING}.max_num_waiting_reqs_after_preemption": 0,

@@ -24,7 +24,7 @@ def prompts(run: Run, name: str) -> set[bytes]:
 
 
 def test_versions_are_validated_beside_training(new_run: NewRun) -> None:
-    run = new_run(VALIDATED | {"trainer.total_training_steps": 8})
+    run = new_run(VALIDATED | {"trainer.total_training_steps": 8, "trainer.report": True})
     assert run.launch() == 0
     assert run.steps() == list(range(1, 9))
     rows = read_metrics(run.dir.validation)

@@ -31,7 +31,7 @@ from psrl.weights.channel import mapped_reads, nixl_available
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.nixl_publisher import NixlPublisher
-from psrl.weights.channel.select import settle_mode
+from psrl.weights.mode import settle_mode
 from psrl.weights.receiver import Pulled, WeightReceiver
 from psrl.weights.split import Split
 

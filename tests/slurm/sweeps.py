@@ -39,18 +39,24 @@ PARTITIONS: dict[str, object] = {
     "hydra.launcher.timeout_min": 20,
 }
 PACED = """
-import time
+import pathlib, time
 
 def reward(data_source, solution_str, ground_truth, extra_info):
-    time.sleep({seconds})
+    if not pathlib.Path(__file__).with_name("hurry").exists():
+        time.sleep({seconds})
     return float(len(solution_str) % 2)
 """
 
 
 def paced(directory: Path, seconds: float) -> dict[str, object]:
-    """A reward that takes its time, so that a run of few steps is there long enough to be hurt."""
+    """A reward that takes its time until `hurry`, so that a run of few steps is there long enough to be hurt."""
     (directory / "pace.py").write_text(PACED.format(seconds=seconds))
     return {"reward.function": "pace:reward"}
+
+
+def hurry(directory: Path) -> None:
+    """The rest of a `paced` run takes no longer than it must."""
+    (directory / "hurry").touch()
 
 
 @dataclass(frozen=True)

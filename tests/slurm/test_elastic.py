@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sweeps import ROOT, Member, launch_one, paced, sbatch
+from sweeps import ROOT, Member, hurry, launch_one, paced, sbatch
 from test_interruptions import processes
 
 from psrl.coordinator.records import Occupy, Reserve
@@ -22,6 +22,13 @@ def join(cluster: Any, member: Member, instances: int) -> str:
     return sbatch(cluster, script, str(member.dir.path), "--instances", str(instances), options=options)
 
 
+def at_work(cluster: Any, member: Member) -> str:
+    """A joiner job of two instances, once both have made groups; its id."""
+    job = join(cluster, member, instances=2)
+    member.until(lambda: len(served(member, job)) == 2, "both joined instances have made groups")
+    return job
+
+
 def served(member: Member, job: str) -> set[str]:
     """Instances of the joiner job that finished a group which they had been given."""
     instance = {r.group: r.instance for r in member.records() if isinstance(r, Reserve)}
@@ -29,29 +36,29 @@ def served(member: Member, job: str) -> set[str]:
     return {name for name in occupied if name.startswith(f"instance-join-{job}-")}
 
 
-@pytest.mark.parametrize("end", ["scancel", "SIGKILL"])
-def test_a_joiner_job_adds_instances_and_leaves(mini_slurm: Any, tiny_model: Path, tmp_path: Path, end: str) -> None:
-    overrides = paced(tmp_path, 0.05) | {
+def test_joiner_jobs_add_instances_and_leave_killed_or_cancelled(
+    mini_slurm: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    overrides = paced(tmp_path, 0.3) | {
         "model": tiny_model, "trainer.total_training_steps": 60, "data.max_response_length": 64,
         "gen_actor_rollout_ref.rollout.ignore_eos": True,
         "hydra.launcher.sbatch": "['--exclude=n2']",
     }  # fmt: skip
     member = launch_one(mini_slurm, tmp_path / "sweep", overrides)
     member.at_step(3)
-    job = join(mini_slurm, member, instances=2)
-    member.until(lambda: len(served(member, job)) == 2, "both joined instances have made groups")
-    if end == "scancel":
-        mini_slurm.run("scancel", job)
-    else:
-        for process in processes_of_joiner(member, job):
-            process.kill()
-    step = member.steps()[-1]
-    member.at_step(min(step + 3, 60))
+    killed = at_work(mini_slurm, member)
+    for process in processes_of_joiner(member, killed):
+        process.kill()
+    member.at_step(member.steps()[-1] + 3)
+    cancelled = at_work(mini_slurm, member)
+    mini_slurm.run("scancel", cancelled)
+    member.at_step(member.steps()[-1] + 3)
+    member.until(lambda: not processes_of_joiner(member, cancelled), "nothing was left of the cancelled joiner")
+    hurry(tmp_path)
     report = member.completed(steps=60)
     assert report.fates["trained"] == 60 * 4
-    assert not processes_of_joiner(member, job)
-    if end == "scancel":
-        assert "left after SIGTERM" in (member.dir.logs / f"joiner-{job}.out").read_text()
+    assert not processes_of_joiner(member, killed)
+    assert "left after SIGTERM" in (member.dir.logs / f"joiner-{cancelled}.out").read_text()
 
 
 def processes_of_joiner(member: Member, job: str) -> set[psutil.Process]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sweeps import Member, launch_one, paced
+from sweeps import Member, hurry, launch_one, paced
 
 from psrl.outcome import read_outcome
 
@@ -28,6 +28,7 @@ def test_a_requeue_and_a_warning_in_the_middle(mini_slurm: Any, tiny_model: Path
     wandb_id = (member.dir.rendezvous / "wandb_id").read_text()
     mini_slurm.run("scancel", "--signal=USR2", member.job_id)
     member.until(lambda: member.restarts == 2, "the second restart")
+    hurry(tmp_path)
     report = member.completed(steps=24)
     assert report.fates["trained"] == 24 * 4
     assert (member.dir.rendezvous / "wandb_id").read_text() == wandb_id
@@ -49,6 +50,7 @@ def test_preemption_of_the_rollout_partition_alone(mini_slurm: Any, tiny_model: 
     member.at_step(4)
     urgent = mini_slurm.submit("#!/bin/bash\nsleep 5\n", "--partition=urgent", "--nodes=2", "--exclusive")
     member.until(lambda: member.restarts >= 1, "the requeue")
+    hurry(tmp_path)
     member.completed(steps=20)
     assert mini_slurm.job_info(urgent)[0]["JobState"] == "COMPLETED"
 
@@ -67,6 +69,7 @@ def test_a_lost_node_requeues_the_run(mini_slurm: Any, tiny_model: Path, tmp_pat
     assert not alive, alive
     mini_slurm.start_node(node)
     member.until(lambda: member.restarts >= 1, "the requeue after the node's failure")
+    hurry(tmp_path)
     member.completed(steps=20)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import DEADLINE_S
 from sweeps import launch
 
 from psrl.rundir.publish import read_published
@@ -59,7 +60,7 @@ def test_a_sweep_of_four(mini_slurm: Any, tiny_model: Path, tmp_path: Path) -> N
     wandb_ids = {(member.dir.rendezvous / "wandb_id").read_text() for member in launched.members}
     assert len(wandb_ids) == 4
 
-    subprocess.run([sys.executable, "-m", "psrl.report", str(tmp_path / "sweep")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "psrl.report", str(tmp_path / "sweep")], check=True, timeout=DEADLINE_S)
     rows = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert len(rows["members"]) == 4 and (tmp_path / "sweep" / "report" / "index.html").exists()
     status = subprocess.run(

@@ -101,7 +101,7 @@ def test_light_parts_start_without_torch() -> None:
         for part in LIGHT
         for f in sorted((PACKAGE / part).rglob("*.py"))
     ]
-    modules += ["psrl.launch", "psrl.local", "psrl.audit", "psrl.report", "psrl.rollout.agent_worker"]
+    modules += ["psrl.launch", "psrl.local", "psrl.prepare", "psrl.audit", "psrl.report", "psrl.rollout.agent_worker"]
     code = "import importlib, sys\nfor m in sys.argv[1:]: importlib.import_module(m)\nsys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr or "something among these imports torch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import cache
 
 import msgspec
 import pytest
@@ -83,6 +84,7 @@ def config_of(case: Mapping, granularity: str, scope: str, multiplier: int, micr
     return config
 
 
+@cache
 def train(name, granularity="none", scope="recompute", *, multiplier=1, micro=2, ranks=1, steps=2):
     """(table, metrics of the last buffer) after two buffers."""
     case = CASES[name]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
+from psrl.conclusion import write_summary_and_report
 from psrl.config.schema import Config
 from psrl.coordinator.ledger import Ledger
 from psrl.coordinator.records import DROPPED, Occupy, Publish, Release, Reserve, Start, Take
@@ -168,6 +169,12 @@ def test_a_ledger_that_cannot_be_read_is_told_on_the_page(tmp_path):
     first = min(run_dir.ledger.iterdir())
     first.write_bytes(first.read_bytes()[:-4])
     assert "the ledger cannot be read: " in text_of(write_report(run_dir))
+
+
+def test_without_the_page_there_is_the_summary(tmp_path):
+    run_dir = make_run(tmp_path / "run", 2, outcome="completed")
+    write_summary_and_report(run_dir, page=False)
+    assert json.loads(run_dir.summary.read_text())["steps"] == 2 and not (run_dir.report / "index.html").exists()
 
 
 def test_writing_it_again_replaces_it(tmp_path):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from psrl.protocol.weights import Location, ShardEntry, ShardLayout
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import PullError, StagedWeights
-from psrl.weights.channel.select import choose_mode
 from psrl.weights.checksum import checksum, fold
 from psrl.weights.engine_layout import fused_place
+from psrl.weights.mode import choose_mode
 from psrl.weights.pack import lay_out, pack
 from psrl.weights.plan import ALIGNMENT, PullPlan, Read, plan_pull, windows
 from psrl.weights.route import RouteError, choose_route

@@ -13,36 +13,24 @@ import ctypes
 import importlib
 import os
 import socket
-import sys
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from psrl.net.addresses import interface_address
+from psrl.weights.mode import load_nixl
 
 CPU_TRANSPORTS = "posix,cma,tcp"
-_MODULES = ("nixl._api", "nixl_cu13._api")
 
 
 class TransferError(Exception):
     """NIXL refused or lost something; the text is its own."""
 
 
-def nixl_available() -> str | None:
-    """None if NIXL can be loaded here, else the reason in a few words. Call `prepare_environment` first."""
-    try:
-        _load()
-    except ImportError as error:
-        return str(error)
-    return None
-
-
 def prepare_environment(address: str | None) -> str:
     """Choose how bytes travel, before the library is loaded: on a host without a GPU by shared memory, cross-memory
     attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if torch.cuda.is_available():
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # else reads of device memory run at 0.5 GB/s
     elif "UCX_TLS" not in os.environ:
@@ -60,18 +48,6 @@ def _interface_of(address: str) -> str | None:
         except OSError:
             continue  # an interface without an IPv4 address
     return None
-
-
-def _load() -> ModuleType:
-    if sys.platform != "linux":
-        raise ImportError(f"nixl runs on Linux only, this is {sys.platform}")
-    faults = []
-    for name in _MODULES:
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            faults.append(str(error))
-    raise ImportError("; ".join(faults))
 
 
 def memory_type(buffer: torch.Tensor) -> str:
@@ -120,7 +96,7 @@ class TransferAgent:
     """One NIXL agent without a thread of its own. Not thread-safe: the owner holds a lock or uses one thread."""
 
     def __init__(self, name: str) -> None:
-        api = _load()
+        api = load_nixl()
         bindings = importlib.import_module(f"{api.__package__}._bindings")
         self._errors = tuple(
             value for key, value in vars(bindings).items() if key.startswith("nixl") and key.endswith("Error")

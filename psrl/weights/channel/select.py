@@ -1,74 +1,30 @@
-"""Which weight channel a run uses: `psrl.ps_mode`."""
+"""Publisher and puller of the weight channel that the run uses."""
 
 from __future__ import annotations
 
 import json
-import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from psrl.colocate.choices import publishes_from_host
-from psrl.config.errors import ConfigError
-from psrl.config.schema import Config
-from psrl.rundir.layout import RunDir
-from psrl.rundir.publish import publish, read_published
 from psrl.weights.channel.base import WeightPublisher, WeightPuller
-from psrl.weights.channel.nixl_agent import nixl_available, prepare_environment
+from psrl.weights.channel.nixl_agent import prepare_environment
+from psrl.weights.mode import choose_mode, nixl_available, settled_mode
 from psrl.weights.plan import Place, Specs, same_place
 from psrl.weights.split import Split
 
 if TYPE_CHECKING:
     from psrl.role import Role
 
-MODES = ("auto", "nixl", "filesystem")
-
-log = logging.getLogger(__name__)
-
-
-def choose_mode(ps_mode: str, missing: str | None) -> str:
-    """ "nixl" or "filesystem" for `psrl.ps_mode`; `missing` is why NIXL cannot be loaded here, None if it can.
-
-    ValueError for an unknown mode, RuntimeError if NIXL was asked for by name and cannot be had.
-    """
-    if ps_mode not in MODES:
-        raise ValueError(f"psrl.ps_mode={ps_mode}: unknown weight channel, use one of {', '.join(MODES)}")
-    if ps_mode == "nixl" and missing is not None:
-        raise RuntimeError(
-            f"psrl.ps_mode=nixl: nixl cannot be loaded here ({missing}); install nixl-cu13==1.5.1 or set "
-            "psrl.ps_mode=filesystem"
-        )
-    if ps_mode == "auto" and missing is not None:
-        log.warning("weights go through the run directory, which is slower: nixl cannot be loaded here (%s)", missing)
-    return "filesystem" if ps_mode == "filesystem" or missing is not None else "nixl"
-
-
-def settle_mode(config: Config, run_dir: RunDir) -> str:
-    """Decide once for the whole run, so that no two roles decide differently. Raises ConfigError if the channel that was
-    asked for by name cannot be had."""
-    note = _note(run_dir)
-    if not note.exists():
-        prepare_environment(None)
-        missing = None if config.psrl.ps_mode == "filesystem" else nixl_available()
-        try:
-            publish(note, choose_mode(config.psrl.ps_mode, missing).encode())
-        except RuntimeError as error:
-            raise ConfigError(f"{error}.") from error
-    return read_published(note).decode()
-
 
 def _mode(role: Role) -> str:
     """The run's channel; RuntimeError if it is NIXL and NIXL cannot be loaded on this node."""
-    mode = read_published(_note(role.run_dir)).decode()
+    mode = settled_mode(role.run_dir)
     if mode == "nixl":
         prepare_environment(role.address)
         return choose_mode(mode, nixl_available())
     return mode
-
-
-def _note(run_dir: RunDir) -> Path:
-    return run_dir.data / "weight_channel"
 
 
 def make_publisher(role: Role, rank: int, num_ranks: int) -> WeightPublisher:
