@@ -6,6 +6,7 @@ buffer little by little.
 Staleness 0, so that nothing else overlaps: the trainer on core 0, the only instance on core 1, which decodes two groups at a
 time. "hidden" is the share of the trainer's work on a buffer (reading, forward and backward passes, optimizer steps) that
 was done before the buffer's last group was finished; without overlap it is 0 by definition.
+The learning rate is next to nothing, so that all runs do the same work.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ COMMON = [
     "preset=laptop", "trainer.logger=[console]", "trainer.save_freq=0", "psrl.staleness=0",
     "psrl.deployment.n_rollout_instances=1", "psrl.deployment.train_cores=[0]", "psrl.deployment.rollout_cores=[1]",
     "data.task=longtail_count", "data.max_prompt_length=32", "data.max_response_length=256",
-    "model.tiny.warm_start_accuracy=0.6", f"{ACTOR}.optim.lr=3e-4",
+    "model.tiny.warm_start_accuracy=0.6", f"{ACTOR}.optim.lr=1e-9",
     "psrl.staleness_buffer_entries=16", "psrl.rollout_n=8", "gen_actor_rollout_ref.rollout.max_num_seqs=16",
     f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
 ]  # fmt: skip
