@@ -58,11 +58,10 @@ def test_help_and_composition(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_runs_every_member_in_a_directory_of_its_own(tmp_path: Path) -> None:
+def test_a_sweep_runs_every_member_in_a_directory_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     result = psrl(
         tmp_path, "-m", "preset=laptop", "psrl.staleness=0,1", "psrl.staleness_buffer_entries=4", "psrl.rollout_n=2", "trainer.total_training_steps=2",
-        "psrl.deployment.n_rollout_instances=1",
-        "model.tiny.hidden_size=64", "model.tiny.num_layers=1", "model.tiny.warm_start_steps=0", "trainer.logger=[console]", "trainer.report=False", 'note="a,b"', timeout=300,
+        "psrl.deployment.n_rollout_instances=1", f"model={tiny_model}", "trainer.logger=[console]", "trainer.report=False", 'note="a,b"', timeout=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     configs = sorted(p.read_text() for p in (tmp_path / "multirun").glob("*/*/[01]/config.yaml"))
