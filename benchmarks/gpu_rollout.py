@@ -3,7 +3,7 @@
     python benchmarks/gpu_rollout.py [--samples 256] [--new-tokens 512] [--size 0.6b] [--out FILE]
 
 Both decode the same prompts with the same vLLM settings, one after the other in this process (each with an engine core of its own,
-the other's being closed). Prints a table; nothing is downloaded, weights are random.
+the other's being closed), and say what they found as soon as they know it; nothing is downloaded, weights are random.
 """
 
 from __future__ import annotations
@@ -171,6 +171,29 @@ async def bare(arguments: dict[str, Any], args: argparse.Namespace, vocab: int) 
     return rates[1:]
 
 
+def say_where(args: argparse.Namespace, start_s: float) -> None:
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(
+        f"vLLM {vllm.__version__}, torch {torch.__version__} on {device}, {args.size} {args.dtype}, {args.samples} samples, "
+        f"{args.prompt_tokens} in, {args.new_tokens} out; engine started in {start_s:.0f} s",
+        flush=True,
+    )
+
+
+def say_switch(stall: Mapping[str, Any]) -> None:
+    print(
+        f"switch    {stall['bytes'] / 1e9:.2f} GB: the engine stands still {1000 * stall['stall_s']:.1f} ms longer than "
+        f"a step of {1000 * stall['usual_step_s']:.1f} ms (worst {1000 * stall['stall_max_s']:.1f}); "
+        f"the call takes {1000 * stall['call_s']:.1f} ms"
+    )
+    print(
+        "          " + ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in stall["parts_s"].items()),
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="0.6b")
@@ -207,8 +230,11 @@ def main() -> None:
             **limits,
         )
         start_s = time.perf_counter() - begun
+        say_where(args, start_s)
         ours = [through_psrl(engine, args, vocab, turn) for turn in range(args.turns + 1)][1:]
+        print(f"tokens/s  psrl {statistics.median(ours):,.0f}", flush=True)
         stall = switches(engine, args, vocab)
+        say_switch(stall)
         engine.close()
         del engine
         gc.collect()
@@ -216,33 +242,16 @@ def main() -> None:
         if not torch.cuda.is_available():
             arguments["kv_cache_memory_bytes"] = 2**30
         theirs = asyncio.run(bare(arguments, args, vocab))
-    import vllm
-
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    print(f"tokens/s  bare AsyncLLM {statistics.median(theirs):,.0f}  ratio {ratio:.3f} (goal 0.95)")
     result = {
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         **{name: str(value) for name, value in vars(args).items()},
         "start_s": start_s,
         "psrl_tokens_s": ours,
         "bare_tokens_s": theirs,
-        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "ratio": ratio,
         "switch": stall,
     }
-    print(
-        f"vLLM {result['vllm']} on {result['device']}, {args.size} {args.dtype}, {args.samples} samples, "
-        f"{args.prompt_tokens} in, {args.new_tokens} out; engine started in {start_s:.0f} s"
-    )
-    print(
-        f"tokens/s  psrl {statistics.median(ours):,.0f}  bare AsyncLLM {statistics.median(theirs):,.0f}  "
-        f"ratio {result['ratio']:.3f} (goal 0.95)"
-    )
-    print(
-        f"switch    {stall['bytes'] / 1e9:.2f} GB: the engine stands still {1000 * stall['stall_s']:.1f} ms longer than "
-        f"a step of {1000 * stall['usual_step_s']:.1f} ms (worst {1000 * stall['stall_max_s']:.1f}); "
-        f"the call takes {1000 * stall['call_s']:.1f} ms"
-    )
-    print("          " + ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in stall["parts_s"].items()))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))
 
