@@ -51,6 +51,14 @@ from psrl.trainer.saving import Saved, Saver
 VOCABULARY = 131  # odd: two ranks hold 66 and 65 rows
 
 
+def end_process_group() -> None:
+    """Of this process, with the groups that Megatron remembers."""
+    if state := sys.modules.get("megatron.core.parallel_state"):
+        state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def make_model(tied: bool = True, seed: int = 0, kv_heads: int = 2) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3Config(

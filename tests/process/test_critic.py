@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from backend_launch import launch as launch_ranks
 from critic_ranks import SAVED_AT, STEPS, make_critic, train_step, with_head
-from fsdp2_ranks import make_actor, make_batches, make_groups, make_model, scores_by_row
+from fsdp2_ranks import end_process_group, make_actor, make_batches, make_groups, make_model, scores_by_row
 from test_replay import launch, replayed
 
 from psrl.algorithms.value import ValueLoss, finalise
@@ -63,8 +62,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory):
             critic.load(saved)
         rows += [train_step(critic, step) for step in range(SAVED_AT, STEPS)]
         found[precision] = values, rows
-    if dist.is_initialized():  # that of one rank, which mixed precision insists on
-        dist.destroy_process_group()
+    end_process_group()  # that of one rank, which mixed precision insists on
     return found, saved
 
 

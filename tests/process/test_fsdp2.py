@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from backend_launch import launch
-from fsdp2_ranks import make_actor, make_batches, make_groups, make_model, save, token_tis, train_step
+from fsdp2_ranks import (
+    end_process_group,
+    make_actor,
+    make_batches,
+    make_groups,
+    make_model,
+    save,
+    token_tis,
+    train_step,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from psrl.algorithms import policy
@@ -29,8 +37,7 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_process_group()
 
 
 def stored(path: Path, tmp_path: Path) -> dict[str, torch.Tensor]:

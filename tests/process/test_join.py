@@ -118,7 +118,8 @@ def open_files() -> int:
 
 
 def test_a_joiner_waits_for_the_run_goes_on_with_it_and_ends_with_it(new_run: NewRun, tmp_path: Path) -> None:
-    run = new_run({**LONG, **ONE_INSTANCE, **gated(tmp_path)})
+    steps = {"trainer.total_training_steps": 400}  # more than it gets to
+    run = new_run({**LONG, **ONE_INSTANCE, **gated(tmp_path), **steps})
     stranger = run.join()
     assert stranger.wait() == 2 and "is no run directory" in stranger.output
 
