@@ -75,6 +75,7 @@ def check_gpus(config: Config, names: tuple[str, ...], *, one_host: bool) -> lis
             f"trainer.device={device} gives each trainer rank a GPU of its own, but this node has {len(names)} for {ranks} ranks "
             "(psrl.deployment.train_ngpus_per_node): use fewer ranks or trainer.device=cpu, or name them in CUDA_VISIBLE_DEVICES."
         )
+    _check_route(config, names, one_host)
     each, taken = deployment.rollout_ngpus_per_node_per_instance, node_gpus(config, names, ranks).ranks
     instances = deployment.n_rollout_instances + deployment.n_validate_instances
     needs_gpu = config.gen_actor_rollout_ref.rollout.name != "torch" and bool(names) and not config.psrl.colocate
@@ -84,3 +85,17 @@ def check_gpus(config: Config, names: tuple[str, ...], *, one_host: bool) -> lis
         f"{taken} trainer ranks and {instances} instances of {each} GPUs share the {len(names)} GPUs of this node: divide their "
         "memory by trainer.gpu_memory_fraction and the engine's own share."
     ]
+
+
+def _check_route(config: Config, names: tuple[str, ...], one_host: bool) -> None:
+    if config.psrl.weights.route != "vram":
+        return
+    if config.gen_actor_rollout_ref.rollout.name == "torch":
+        missing = "the embedded engine (gen_actor_rollout_ref.rollout.name=torch) has its own in host memory"
+    elif config.trainer.device == "cpu":
+        missing = "trainer.device=cpu keeps the trainer's in host memory"
+    elif one_host and not names:
+        missing = "this node has none"
+    else:
+        return
+    raise ConfigError(f"psrl.weights.route=vram moves weights from GPU to GPU, but {missing}: use auto.")

@@ -64,6 +64,20 @@ def test_ranks_without_a_gpu_each_are_refused(device: str, gpus: tuple[str, ...]
 
 
 @pytest.mark.parametrize(
+    ("engine", "device", "gpus", "missing"),
+    [("torch", "auto", ("0",), "embedded"), ("vllm", "cpu", ("0",), "trainer.device=cpu"), ("vllm", "auto", (), "has none")],
+)  # fmt: skip
+def test_weights_go_from_gpu_to_gpu_only_where_both_are(engine: str, device: str, gpus: tuple[str, ...], missing: str):
+    asked = config(engine=engine, device=device)
+    asked.psrl.weights.route = "vram"
+    with pytest.raises(ConfigError, match=rf"psrl.weights.route=vram .*{missing}.* use auto"):
+        check_gpus(asked, gpus, one_host=True)
+    asked = config(engine="vllm")
+    asked.psrl.weights.route = "vram"
+    assert len(check_gpus(asked, ("0",), one_host=True)) == 1
+
+
+@pytest.mark.parametrize(
     ("value", "names"), [("0,1", ("0", "1")), ("", ()), ("NoDevFiles", ()), ("2,-1,3", ("2",)), ("MIG-a, 1", ("MIG-a", "1"))]
 )  # fmt: skip
 def test_what_an_environment_shows(value: str, names: tuple[str, ...], tmp_path: Path):
