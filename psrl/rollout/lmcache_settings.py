@@ -75,7 +75,7 @@ def lmcache_settings(
     if config.enable_p2p:
         assert peer is not None
         values |= _sharing(config, peer)
-        if transfer.enable and transfer.transfer_mode == "async":
+        if transfer.enable:
             values["lookup_timeout_ms"] = transfer.transfer_timeout_ms
     environment = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}
     if config.enable_p2p and config.p2p_transfer_channel == "tcp":

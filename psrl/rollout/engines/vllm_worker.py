@@ -27,15 +27,15 @@ class PsrlWorker:
         device: torch.device
         rank: int
         parallel_config: Any
+    psrl_memory: torch.Tensor
     psrl_tensors: dict[str, torch.Tensor]
+    psrl_registered: bool = False
     psrl_receiver: Any
     psrl_fused: bool
 
     def psrl_prepare(self, path: str, layout: Layout) -> None:
         """Map the memory through which whole weights arrive. Once."""
-        memory, tensors = map_tensors(path, layout)
-        if self.device.type == "cuda":
-            _pin(memory)
+        self.psrl_memory, tensors = map_tensors(path, layout)
         self.psrl_tensors = dict(tensors)
 
     def psrl_attach(self, receiver: str, settings: dict[str, Any]) -> None:
@@ -74,6 +74,7 @@ class PsrlWorker:
                 self._psrl_load(self.psrl_receiver.staged_tensors())
                 self.psrl_receiver.switched()
             else:
+                self._psrl_register()
                 self._psrl_load(iter(self.psrl_tensors.items()))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -86,6 +87,12 @@ class PsrlWorker:
     def psrl_empty_offload(self) -> int:
         """Drop all that LMCache holds."""
         return empty_offload_tier()
+
+    def _psrl_register(self) -> None:
+        """Before the first weights that come this way: where workers pull them themselves, no page of that memory is ever touched."""
+        if self.device.type == "cuda" and not self.psrl_registered:
+            _register(self.psrl_memory)
+            self.psrl_registered = True
 
     def _psrl_load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         model = self.model_runner.get_model()
@@ -116,7 +123,7 @@ def process_tied_layers(model: torch.nn.Module) -> None:
         seen.add(id(weight))
 
 
-def _pin(memory: torch.Tensor) -> None:
+def _register(memory: torch.Tensor) -> None:
     """Let the GPU read this memory by itself: an order of magnitude faster than a copy of pageable memory."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:

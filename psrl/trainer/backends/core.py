@@ -59,7 +59,7 @@ class BackendCore(ABC):
         self.steps = 0
         """Optimizer steps taken so far, over all restarts."""
         self.device = device
-        self._fused = device.type == "cuda" if actor.use_torch_compile is None else actor.use_torch_compile
+        self._compiled = device.type == "cuda" if actor.use_torch_compile is None else actor.use_torch_compile
         self._grad_clip = actor.grad_clip if actor.grad_clip > 0 else math.inf
         self._schedule = partial(
             learning_rate,

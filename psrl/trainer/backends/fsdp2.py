@@ -84,7 +84,7 @@ class FSDP2Backend(BackendCore):
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
-        if self._fused:
+        if self._compiled:
             _compile(layers)
         settings = actor.fsdp_config
         offload = settings.param_offload and device.type != "cpu"
@@ -143,7 +143,7 @@ class FSDP2Backend(BackendCore):
 
     def _of_outputs(self, outputs: torch.Tensor, tokens: torch.Tensor, entropy: bool) -> TokenOutputs:
         """From what the output layer gives at the predictors of `tokens` [n] to (log-probs, entropies if asked for), each [n]."""
-        log_probs = token_log_probs(outputs, tokens, self.temperature, fused=self._fused)
+        log_probs = token_log_probs(outputs, tokens, self.temperature, fused=self._compiled)
         return log_probs, token_entropies(outputs, self.temperature) if entropy else None
 
     def _logits(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class MegatronBackend(BackendCore):
             return whole if self._rows is None else self._rows.leave(whole, length)
 
         tokens = batch.input_ids.flatten()[targets]
-        log_probs = part_log_probs(logits, tokens, self.temperature, part, fused=self._fused)
+        log_probs = part_log_probs(logits, tokens, self.temperature, part, fused=self._compiled)
         return grid(log_probs), grid(part_entropies(logits, self.temperature, part)) if entropy else None
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
