@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from psrl.config.cache_blocks import cache_block_size
 from psrl.config.routing_checks import BY_COST_MODEL
 from psrl.config.schema import Config
 from psrl.coordinator.placing import PlacingSettings, PromptFacts
@@ -19,6 +20,7 @@ from psrl.coordinator.routing.request_num_balance import RequestNumBalance
 from psrl.coordinator.routing.round_robin import RoundRobin
 from psrl.coordinator.routing.throughput_optimal import ThroughputOptimal, ThroughputOptimalWithBudget
 from psrl.cost_model.files import load_cost_model, parallel_key
+from psrl.protocol.blocks import block_names
 from psrl.protocol.cost_model import CostModel
 from psrl.tasks.prepared import PreparedReader
 
@@ -94,23 +96,12 @@ def make_placing(config: Config) -> PlacingSettings:
 
 def prompt_facts(prompts: PreparedReader, config: Config) -> Callable[[int], PromptFacts]:
     """Facts of a prompt by its index. Two prompts share a block name where all their tokens up to its end are the same."""
-    strategy = config.psrl.rollout_coordination.routing_strategy
-    block_size = strategy.cache_aware_policy.block_size if strategy.method.startswith("cache_aware") else 0
+    block_size = cache_block_size(config)
 
     @lru_cache(maxsize=KNOWN_PROMPTS)
     def facts(index: int) -> PromptFacts:
         prompt = prompts[index]
         ids = np.frombuffer(prompt.prompt_ids, dtype="<i4")
-        return PromptFacts(len(ids), prompt.data_source, block_names(ids, block_size))
+        return PromptFacts(len(ids), prompt.data_source, tuple(block_names(ids, block_size)) if block_size else ())
 
     return facts
-
-
-def block_names(token_ids: np.ndarray, block_size: int) -> tuple[int, ...]:
-    """A name for each whole block of `block_size` tokens, chained over all tokens before it; none for block_size 0."""
-    names: list[int] = []
-    before = 0
-    for end in range(block_size, len(token_ids) + 1, block_size or 1) if block_size else ():
-        before = hash((before, token_ids[end - block_size : end].tobytes()))
-        names.append(before)
-    return tuple(names)

@@ -4,7 +4,7 @@ after a reconnect a role says Hello with all that it holds, so nothing depends o
 # ruff: noqa: RUF012 (msgspec copies default lists and dicts for each message)
 from __future__ import annotations
 
-from psrl.protocol.generation import EngineStats
+from psrl.protocol.generation import CacheEvents, EngineStats
 from psrl.protocol.message import Message
 from psrl.protocol.samples import SampleRef
 from psrl.protocol.validation import Validate, ValidationDone, ValidationFailed, ValidatorState
@@ -142,6 +142,9 @@ class InstanceStatus(Message):
     stats: EngineStats
     at_s: float = 0.0
     """The sender's monotonic clock, seconds: rates are differences of it, so that a slow message does not look like speed."""
+    cache: CacheEvents | None = None
+    """What changed in its prefix cache; everything that is in it after a Welcome, then with `cleared`. None: nothing, or
+    its engine does not say."""
 
 
 class PullStarted(Message):
@@ -247,12 +250,26 @@ class RouteRequest(Message):
 
     samples: list[tuple[int, int]]
     reason: str = ""
-    """Why they are on the move: the finish with which their instance handed them back (psrl.protocol.generation), "" if it
-    was lost. A "migrated" or "preempted" sample is bound to no instance, by stickiness of any kind, until it has been placed again."""
+    """Why they are on the move: the finish with which their instance handed them back (psrl.protocol.generation), "turn" if
+    they are back from their environment with a new turn, "" if their instance was lost. A "migrated" or "preempted" sample is
+    bound to no instance, by stickiness of any kind, until it has been placed again."""
     instance: str = ""
     """Where all of them were, "" if that is not known."""
     tokens: list[int] = []
-    """Response tokens so far, one for each sample."""
+    """Tokens after the group's prompt so far, one for each sample: its response, and what its environment added."""
+    blocks: list[list[int]] = []
+    """Names of the whole cache blocks of each sample (psrl.protocol.blocks), prompt included; empty where routing does not ask
+    for them (psrl.config.cache_blocks)."""
+
+
+class TurnsEnded(Message):
+    """Agent loop -> coordinator: turns of multi-turn samples that ended at an instance. SampleMoves says that they left it."""
+
+    away: list[tuple[int, int, str, int]] = []
+    """(group, sample, instance, tokens) of those that are at their environment now and come back with a RouteRequest of reason
+    "turn"; `tokens` are all whose keys and values the instance may still hold, the prompt's included."""
+    over: list[tuple[int, int, str]] = []
+    """(group, sample, instance) of those that come back no more, though their group is still open."""
 
 
 class Routed(Message):

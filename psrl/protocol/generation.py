@@ -14,6 +14,7 @@ FINISH_PREEMPTED = "preempted"  # as abort: the engine has more than its KV cach
 FINISH_REFUSED = "refused"  # not made here: the instance's version is older than the group's, or it is leaving
 FINISH_TRUNCATED = "truncated"  # ended unfinished because the trainer waited for its group; scored and trained as it is
 FINISH_REDUNDANT = "redundant"  # ended because enough others of its group had finished; never scored
+TURN = "turn"  # no finish: why a sample that was at its environment asks for a place again
 HANDED_BACK = (FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED, FINISH_REFUSED)
 """Not ends: the sample goes on elsewhere with the tokens that it has, unless its budget is used up."""
 
@@ -101,3 +102,12 @@ class EngineStats(msgspec.Struct, array_like=True, kw_only=True):
     """Of `busy_s`, what was spent in the `prefills`."""
     prefix_hit_tokens: int = 0
     """Prompt tokens that were not computed because a prefix cache held them."""
+
+
+class CacheEvents(msgspec.Struct, array_like=True, kw_only=True):
+    """What entered and left an engine's prefix cache since the last such report, as names of psrl.protocol.blocks. In this
+    order: first all is gone if `cleared`, then `removed`, then `stored` (of each sequence the earlier blocks first)."""
+
+    cleared: bool = False
+    removed: list[int] = []
+    stored: list[int] = []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from routing_methods import QWEN_7B, fleet_of, place, view
 
-from psrl.configured_routing import block_names
 from psrl.coordinator.lengths import LengthHistory
 from psrl.coordinator.placing import PromptFacts, preferred, sample_blocks
 from psrl.coordinator.routing.base import Work
@@ -18,6 +16,7 @@ from psrl.coordinator.routing.random_choice import Random
 from psrl.coordinator.routing.request_num_balance import RequestNumBalance
 from psrl.coordinator.routing.round_robin import RoundRobin
 from psrl.coordinator.routing.throughput_optimal import ThroughputOptimal, ThroughputOptimalWithBudget
+from psrl.protocol.blocks import block_names
 from psrl.protocol.cost_model import CostModel
 
 pytestmark = pytest.mark.unit
@@ -269,14 +268,14 @@ def test_which_weights_new_groups_prefer(candidates, room, order) -> None:
 
 def test_two_prompts_share_the_names_of_what_they_begin_with_alike() -> None:
     def names(*tokens: int) -> tuple[int, ...]:
-        return block_names(np.asarray(tokens, "<i4"), 2)
+        return tuple(block_names(tokens, 2))
 
     long = names(1, 2, 3, 4, 5)
     assert len(long) == 2 and names(1, 2, 3, 4) == long and names(1, 2) == long[:1] and names(1) == ()
     other = names(9, 2, 3, 4)
     assert not {*other} & {*long}  # the second block is alike, but not what comes before it
     assert names(1, 2, 3, 9)[0] == long[0] and names(1, 2, 3, 9)[1] != long[1]
-    assert block_names(np.asarray([1, 2, 3], "<i4"), 0) == ()
+    assert block_names([1], 2) == []
 
 
 def test_own_blocks_follow_those_of_the_prompt_and_are_nobody_elses() -> None:
