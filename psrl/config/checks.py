@@ -6,7 +6,8 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-from psrl.config import algorithm_checks, colocate_checks, critic_checks
+from psrl.config import agents_checks, algorithm_checks, colocate_checks, critic_checks
+from psrl.config.agents_checks import check_agents
 from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.backend_checks import check_backend, has_megatron
 from psrl.config.colocate_checks import check_colocate
@@ -37,6 +38,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train_actor_rollout_ref.actor.optim.lr_scheduler_type": ("constant", "cosine"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "data.truncation": ("skip", "error"),
+    **agents_checks.CHOICES,
     **algorithm_checks.CHOICES,
     **colocate_checks.CHOICES,
     **critic_checks.CHOICES,
@@ -85,6 +87,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.total_training_steps": 1,
     "trainer.total_epochs": 1,
     "trainer.keep_last": 1,
+    **agents_checks.AT_LEAST,
     **algorithm_checks.AT_LEAST,
     **critic_checks.AT_LEAST,
 }
@@ -103,6 +106,7 @@ POSITIVE: tuple[str, ...] = (
     "train_actor_rollout_ref.actor.optim.lr",
     "train_actor_rollout_ref.actor.grad_clip",
     "gen_actor_rollout_ref.rollout.top_p",
+    *agents_checks.POSITIVE,
     *algorithm_checks.POSITIVE,
     *colocate_checks.POSITIVE,
     *critic_checks.POSITIVE,
@@ -145,6 +149,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     lmcache_warnings = check_lmcache(config, installed=only_planned or has_lmcache())
     algorithm_warnings = check_algorithm(config)
     check_critic(config)
+    agents_warnings = check_agents(config)
     overlap_notices = check_overlap(config)
     colocate_notices = check_colocate(config)
     return [
@@ -155,6 +160,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
         *routing_warnings(config),
         *redundancy,
         *lmcache_warnings,
+        *agents_warnings,
     ]
 
 

@@ -30,7 +30,11 @@ ALIASES = {
 """Spellings of an earlier system, accepted with one notice."""
 DATA_SOURCES = {"task", "data.task", "data.train_files", "data.reasoning_gym.dataset"}
 """Whoever names one of these does not get the laptop preset's own task."""
-OPEN = ("data.task_params", "data.reasoning_gym.params")
+OPEN = (
+    "data.task_params",
+    "data.reasoning_gym.params",
+    "gen_actor_rollout_ref.rollout.multi_turn.environment_params",
+)
 """Mappings whose keys belong to the task: any may be set."""
 BANDS = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_correction.rollout_rs_threshold")
 """Their "lo_hi" must not be read as one number: 0.5_5 is 0.55 in Python's, YAML's and Hydra's spelling."""

@@ -12,6 +12,7 @@ from typing import Any
 from psrl.config.actor import ActorConfig as ActorConfig
 from psrl.config.actor import OptimConfig as OptimConfig
 from psrl.config.actor import TrainActorConfig
+from psrl.config.agents import AgentConfig, MultiTurnConfig
 from psrl.config.algorithm import AlgorithmConfig, OverlongBufferConfig
 from psrl.config.colocate import TmsConfig
 from psrl.config.coordination import GroupPostProcessConfig, RolloutCoordinationConfig
@@ -194,7 +195,7 @@ class DataConfig:
     """Most validation prompts; a generated task holds so many different ones out of training. Below 0: all."""
     reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
     task: str | None = None
-    """A built-in synthetic task (digit_sum, longtail_count) or your own as `module:object`; null when another source is used."""
+    """A built-in synthetic task (digit_sum, longtail_count, hidden_sum) or your own as `module:object`; null when another source is used."""
     task_params: dict[str, Any] = field(default_factory=dict)
     """Parameters of `data.task`, passed as they are beside seed=data.seed."""
     prompt_key: str = "prompt"
@@ -280,6 +281,8 @@ class RolloutEngineConfig:
     enable_prefix_caching: bool = True
     """vLLM: a prompt's keys and values are computed once for its group. The cache is emptied with each pull."""
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
 
 @dataclass

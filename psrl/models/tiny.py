@@ -14,7 +14,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from psrl.config.errors import ConfigError
 from psrl.config.schema import TinyModelConfig
 from psrl.models.tiny_tokenizer import END_ID, PAD_ID, make_tokenizer, save_tokenizer
-from psrl.models.tokenizer import load_tokenizer
+from psrl.models.tokenizer import ChatTokenizer, load_tokenizer
 from psrl.models.warm_start import Example, WarmStartReport, warm_start
 from psrl.tasks.base import Task, TaskItem
 
@@ -37,11 +37,8 @@ def build_tiny(
     save_tokenizer(make_tokenizer(_texts(islice(task.items(), VOCAB_TEXTS))), directory, context)
     tokenizer = load_tokenizer(directory)
     model = random_tiny(config, tokenizer.vocab_size, context)
-    examples = [
-        Example(tokenizer.encode_chat(item.messages), [*tokenizer.encode(item.solution), END_ID])
-        for item in islice(practice.items(), WARM_START_ITEMS)
-        if item.solution is not None
-    ]
+    solved = [solved_example(item, tokenizer) for item in islice(practice.items(), WARM_START_ITEMS)]
+    examples = [example for example in solved if example is not None]
     examples = [e for e in examples if len(e.prompt_ids) + len(e.answer_ids) <= context]
     report = None
     if config.warm_start_steps > 0 and examples:
@@ -70,8 +67,31 @@ def _check_shape(config: TinyModelConfig) -> None:
 def _texts(items: Iterable[TaskItem]) -> Iterable[str]:
     for item in items:
         yield from (str(message["content"]) for message in item.messages)
+        yield from (str(message["content"]) for message in item.dialogue)
         if item.solution is not None:
             yield item.solution
+
+
+def solved_example(item: TaskItem, tokenizer: ChatTokenizer) -> Example | None:
+    """The item and its solution in tokens, or its dialogue: what the assistant says in it is learned, the rest is given."""
+    prompt = tokenizer.encode_chat(item.messages)
+    if item.solution is not None:
+        return Example(prompt, [*tokenizer.encode(item.solution), END_ID])
+    if not item.dialogue:
+        return None
+    ids, written = list(prompt), []
+    for number, message in enumerate(item.dialogue):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.encode_chat([*item.messages, *item.dialogue[:number]])
+        if before[: len(ids)] != ids:
+            raise ConfigError(
+                f"The chat template rewrites earlier turns: the dialogue {item.dialogue} cannot be learned."
+            )
+        said = [*tokenizer.encode(str(message["content"])), END_ID]
+        written += [False] * (len(before) - len(ids)) + [True] * len(said)
+        ids = [*before, *said]
+    return Example(prompt, ids[len(prompt) :], written)
 
 
 def random_tiny(config: TinyModelConfig, vocab_size: int, context: int) -> Qwen3ForCausalLM:

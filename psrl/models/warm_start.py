@@ -23,10 +23,12 @@ EVALUATE_EVERY = 5
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A solved item; `answer_ids` ends with the end-of-text token."""
+    """A solved item; `answer_ids` is all that follows the prompt and ends with the end-of-text token. `written` says which of
+    these the model writes (in a task of several turns the others are its environment's and the template's); None: all."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
+    written: list[bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +100,15 @@ def expected_accuracy(model: PreTrainedModel, examples: list[Example]) -> float:
 
 
 def _answer_log_probs(model: PreTrainedModel, batch: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the answer tokens (0 elsewhere) and their mask, both [rows, length - 1]."""
+    """Log-probs of the answer tokens that the model writes (0 elsewhere) and their mask, both [rows, length - 1]."""
     longest = max(len(e.prompt_ids) + len(e.answer_ids) for e in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     mask = torch.zeros(len(batch), longest, dtype=torch.bool)
     for row, example in enumerate(batch):
         end = len(example.prompt_ids) + len(example.answer_ids)
         ids[row, :end] = torch.tensor(example.prompt_ids + example.answer_ids)
-        mask[row, len(example.prompt_ids) : end] = True
+        written = True if example.written is None else torch.tensor(example.written)
+        mask[row, len(example.prompt_ids) : end] = written
     # Padding stands at the end, where causal attention cannot see it: no attention mask is needed.
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     nll = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(batch), -1)

@@ -10,23 +10,28 @@ import msgspec
 
 class TaskItem(msgspec.Struct, kw_only=True):
     """One prompt before tokenisation. `solution` is a text that deserves full reward, where one is known
-    (the tiny model's warm start learns from it); `ground_truth` and `extra_info` go to the reward function."""
+    (the tiny model's warm start learns from it); `ground_truth` and `extra_info` go to the reward function.
+    `dialogue`: for a task of several turns instead of `solution`, the messages that follow and deserve full reward, the
+    assistant's and its environment's, an assistant's last."""
 
     messages: list[dict[str, Any]]
     data_source: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = {}
     solution: str | None = None
+    dialogue: list[dict[str, Any]] = []
 
 
 class PreparedPrompt(msgspec.Struct, array_like=True, kw_only=True):
-    """One tokenised prompt. `prompt_ids` is little-endian int32; everyone refers to a prompt by `index`."""
+    """One tokenised prompt. `prompt_ids` is little-endian int32; everyone refers to a prompt by `index`. `messages` are what was
+    tokenised; only agents need them, so they are empty in a run without."""
 
     index: int
     prompt_ids: bytes
     data_source: str
     ground_truth: Any = None
     extra_info: dict[str, Any] = {}
+    messages: list[dict[str, Any]] = []
 
 
 class Answer(msgspec.Struct, array_like=True, kw_only=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from psrl.config.agents import SINGLE_TURN
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.models.tokenizer import ChatTokenizer
@@ -34,6 +35,7 @@ def prepare(config: Config, task: Task, tokenizer: ChatTokenizer, path: Path) ->
     if path.exists():
         return PreparedReader(path).stats
     stats = PreparedStats()
+    with_messages = config.gen_actor_rollout_ref.rollout.agent.default_agent_loop != SINGLE_TURN
     with PreparedWriter(path) as writer:
         tokens = 0
         for item in task.items():
@@ -47,6 +49,7 @@ def prepare(config: Config, task: Task, tokenizer: ChatTokenizer, path: Path) ->
                 data_source=item.data_source,
                 ground_truth=item.ground_truth,
                 extra_info=item.extra_info,
+                messages=item.messages if with_messages else [],
             )
             try:
                 writer.add(prompt)

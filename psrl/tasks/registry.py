@@ -12,9 +12,14 @@ import msgspec
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.tasks.base import Task
+from psrl.tasks.hidden_sum import HiddenSum
 from psrl.tasks.synthetic import DigitSum, LongtailCount
 
-BUILT_IN: dict[str, Callable[..., Task]] = {"digit_sum": DigitSum, "longtail_count": LongtailCount}
+BUILT_IN: dict[str, Callable[..., Task]] = {
+    "digit_sum": DigitSum,
+    "longtail_count": LongtailCount,
+    "hidden_sum": HiddenSum,
+}
 
 
 class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,85 @@
+"""The native multi-turn loop: the model and an environment take turns until one of them ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from psrl.agents.base import AgentPrompt, ChatSession, Ending, Message
+from psrl.agents.environment import Environment
+from psrl.agents.environment_calls import EnvironmentCalls, EnvironmentFailedError, one_line
+from psrl.agents.rewards import WrongRewardError, finite_metrics, finite_reward
+from psrl.sessions.errors import ContextExceededError, RefusedRequestError, TurnLimitError, TurnTimeoutError
+from psrl.sessions.session import ChatReply, ChatRequest
+
+ENDS_A_TURN = ("stop", "tool_calls")
+"""Finish reasons of a whole message; after any other the trajectory is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnLimits:
+    """Keys of `multi_turn`."""
+
+    max_assistant_turns: int | None = None
+    max_tokens_per_turn: int | None = None
+    step_timeout_s: float = 60.0
+    max_env_retries: int = 2
+
+
+class ToolAgent:
+    """A SampleAgent: each trajectory has an environment of its own, which `make_environment` makes."""
+
+    def __init__(self, make_environment: Callable[[], Environment], limits: TurnLimits) -> None:
+        self._make_environment, self._limits = make_environment, limits
+
+    async def run(self, session: ChatSession, prompt: AgentPrompt) -> Ending:
+        """Play until the environment is done, a turn is cut short, or turns or context are used up: the last three are
+        ends too, scored as they are."""
+        try:
+            environment = self._make_environment()
+        except Exception as error:  # user code
+            return Ending(failed=f"environment: making it raised {one_line(error)}")
+        calls = EnvironmentCalls(
+            environment, timeout_s=self._limits.step_timeout_s, retries=self._limits.max_env_retries
+        )
+        try:
+            return await self._play(session, prompt, calls)
+        except (EnvironmentFailedError, WrongRewardError, RefusedRequestError) as error:
+            # The last: it put something into the conversation that no chat template takes.
+            return Ending(failed=f"environment: {error}")
+        except TurnTimeoutError as error:
+            return Ending(failed=f"turn: {error}")
+        finally:
+            await asyncio.shield(calls.close())
+
+    async def _play(self, session: ChatSession, prompt: AgentPrompt, environment: EnvironmentCalls) -> Ending:
+        messages, tools = await environment.reset(prompt)
+        rewards: list[float] = []
+        metrics: dict[str, float] = {}
+        turns = 0
+        while turns != self._limits.max_assistant_turns:
+            reply = await self._turn(session, messages, tools)
+            if reply is None:
+                break
+            turns += 1
+            messages.append(reply.message)
+            if reply.finish_reason not in ENDS_A_TURN:
+                break
+            step = await environment.step(reply.message)
+            messages += step.messages
+            metrics |= finite_metrics(step.metrics)
+            rewards += [r for r in (finite_reward(step.reward),) if r is not None]
+            if step.done:
+                break
+        rewards += [r for r in (finite_reward(await environment.score()),) if r is not None]
+        metrics |= {"assistant_turns": float(turns), "environment_retries": float(environment.retried)}
+        return Ending(sum(rewards) if rewards else None, metrics)
+
+    async def _turn(self, session: ChatSession, messages: list[Message], tools: list[Message]) -> ChatReply | None:
+        """The model's next message; None where the conversation has no room for one."""
+        request = ChatRequest(messages=list(messages), tools=tools or None, max_tokens=self._limits.max_tokens_per_turn)
+        try:
+            return await session.chat(request)
+        except ContextFullError:
+            return None

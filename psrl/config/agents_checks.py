@@ -1,0 +1,99 @@
+"""What is refused of agents: one sentence each."""
+
+from __future__ import annotations
+
+import shlex
+
+from psrl.config.agents import AGENT_LOOPS, BLACK_BOX, SINGLE_TURN, TOOL, TRUNCATE_SIDES, AgentConfig, MultiTurnConfig
+from psrl.config.errors import ConfigError
+from psrl.config.schema import Config
+
+ROLLOUT = "gen_actor_rollout_ref.rollout"
+LOOP, BOX, TURNS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.black_box", f"{ROLLOUT}.multi_turn"
+CHOICES = {LOOP: AGENT_LOOPS, f"{TURNS}.tool_response_truncate_side": TRUNCATE_SIDES}
+AT_LEAST = {
+    f"{BOX}.max_concurrent": 1,
+    f"{TURNS}.max_assistant_turns": 1,
+    f"{TURNS}.max_tokens_per_turn": 1,
+    f"{TURNS}.max_parallel_calls": 1,
+    f"{TURNS}.max_tool_response_length": 1,
+    f"{TURNS}.max_env_retries": 0,
+    f"{TURNS}.sandbox.max_processes": 1,
+}
+POSITIVE = (
+    f"{BOX}.timeout_s",
+    f"{BOX}.max_memory_gb",
+    f"{TURNS}.step_timeout_s",
+    f"{TURNS}.sandbox.timeout_s",
+    f"{TURNS}.sandbox.max_memory_gb",
+    f"{TURNS}.sandbox.max_file_mb",
+)
+
+
+def check_agents(config: Config) -> list[str]:
+    """Raises ConfigError for what contradicts itself; returns what has no effect."""
+    rollout = config.gen_actor_rollout_ref.rollout
+    loop = rollout.agent.default_agent_loop
+    if loop == TOOL:
+        _check_turns(rollout.multi_turn)
+    if loop == BLACK_BOX:
+        _check_box(rollout.agent)
+    if loop != SINGLE_TURN:
+        _check_surroundings(config, loop)
+    return _warnings(rollout.agent, rollout.multi_turn)
+
+
+def _check_turns(turns: MultiTurnConfig) -> None:
+    if turns.environment is None and not turns.tools:
+        raise ConfigError(
+            f"{LOOP}={TOOL} has nobody to take turns with: name {TURNS}.tools (calculator, python, module:object) or "
+            f"{TURNS}.environment."
+        )
+    if turns.environment is not None and turns.tools:
+        raise ConfigError(
+            f"{TURNS}.environment={turns.environment} has its own tools, so {TURNS}.tools={turns.tools} would not be used: set one of "
+            "them."
+        )
+    if turns.environment is None and turns.environment_params:
+        raise ConfigError(f"{TURNS}.environment_params={turns.environment_params} needs {TURNS}.environment: name one.")
+    if twice := {name for name in turns.tools if turns.tools.count(name) > 1}:
+        raise ConfigError(f"{TURNS}.tools names {', '.join(sorted(twice))} twice: name each tool once.")
+    if "python" in turns.tools and turns.sandbox.timeout_s >= turns.step_timeout_s:
+        raise ConfigError(
+            f"{TURNS}.sandbox.timeout_s={turns.sandbox.timeout_s:g} is not below {TURNS}.step_timeout_s={turns.step_timeout_s:g}: a slow "
+            "program would fail its trajectory where it should be told to the model; lower the first or raise the second."
+        )
+
+
+def _check_box(agent: AgentConfig) -> None:
+    box = agent.black_box
+    if (box.function is None) == (box.command is None):
+        said = f"function={box.function} and command={box.command} are both set" if box.function else "neither is set"
+        raise ConfigError(
+            f"{LOOP}={BLACK_BOX} runs one of {BOX}.function and {BOX}.command, but {said}: set one of them."
+        )
+    if box.command is None:
+        return
+    try:
+        words = shlex.split(box.command)
+    except ValueError as error:
+        raise ConfigError(f"{BOX}.command={box.command} cannot be split into words: {error}.") from error
+    if not words:
+        raise ConfigError(f"{BOX}.command is empty: name a program and its arguments.")
+
+
+def _check_surroundings(config: Config, loop: str) -> None:
+    """Keys of a run that sessions cannot work with."""
+    if config.gen_actor_rollout_ref.rollout.ignore_eos:
+        raise ConfigError(
+            f"{ROLLOUT}.ignore_eos=True never ends a message, so {LOOP}={loop} would have one turn only: set it to False."
+        )
+
+
+def _warnings(agent: AgentConfig, turns: MultiTurnConfig) -> list[str]:
+    unused = []
+    if agent.default_agent_loop != TOOL and turns != MultiTurnConfig():
+        unused.append(f"{TURNS} has no effect with {LOOP}={agent.default_agent_loop}: it is read by {TOOL}")
+    if agent.default_agent_loop != BLACK_BOX and (agent.black_box.function or agent.black_box.command):
+        unused.append(f"{BOX} has no effect with {LOOP}={agent.default_agent_loop}: it is read by {BLACK_BOX}")
+    return unused
