@@ -17,9 +17,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
 SPECIAL_TOKENS = [PAD, BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% if tools %}{{ '<|system|>' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n' }}{% endif %}{{ 'Tools:' }}"
+    "{% for tool in tools %}{{ '\\n' + tool['function']['name'] }}"
+    "{{ '(' + tool['function'].get('parameters', {}).get('properties', {}) | join(', ') + ')' }}"
+    "{% if tool['function'].get('description') %}{{ ': ' + tool['function']['description'] }}{% endif %}{% endfor %}"
+    "{{ eos_token }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>' + message['content'] + '</tool_response>' + eos_token }}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}{% for call in message.get('tool_calls') or [] %}"
+    "{% set arguments = call['function']['arguments'] %}"
+    "{{ '<tool_call>{\"name\": ' + call['function']['name'] | tojson + ', \"arguments\": ' }}"
+    "{{ (arguments if arguments is string else arguments | tojson) + '}</tool_call>' }}{% endfor %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""Tools are one line each in the system message, a call is `<tool_call>` with JSON in the answer, a result is a user's message
+in `<tool_response>`. None of these is a special token: the ids of a vocabulary stay what they are without tools."""
 
 
 END_ID, PAD_ID = SPECIAL_TOKENS.index(END), SPECIAL_TOKENS.index(PAD)

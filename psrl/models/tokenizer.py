@@ -28,6 +28,10 @@ class ChatTokenizer(Protocol):
         """Ids of the conversation, ending where the model's turn begins. ConfigError if the template refuses it."""
         ...
 
+    def render_chat(self, messages: Messages, tools: Messages = (), add_generation_prompt: bool = True) -> str:
+        """The conversation as the template writes it, with the definitions of `tools`. ConfigError if it refuses it."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, no special tokens added."""
         ...
@@ -66,19 +70,26 @@ class FileTokenizer:
         return self._tokenizer.token_to_id(self._special[name]) if name in self._special else None
 
     def encode_chat(self, messages: Messages) -> list[int]:
+        text = self.render_chat(messages)
+        return (
+            self._tokenizer.encode(text, add_special_tokens=True).ids if self._template is None else self.encode(text)
+        )
+
+    def render_chat(self, messages: Messages, tools: Messages = (), add_generation_prompt: bool = True) -> str:
         if self._template is None:
-            text = "\n".join(str(message["content"]) for message in messages)
-            return self._tokenizer.encode(text, add_special_tokens=True).ids
+            return _plain(messages)
         from jinja2 import TemplateError
 
         try:
-            text = self._template.render(
-                messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **self._special
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) or None,
+                documents=None,
+                **self._special,
             )
         except (TemplateError, TypeError) as error:
-            shown = str(list(messages))[:200]
-            raise ConfigError(f"The model's chat template refuses a prompt ({error}): {shown}.") from error
-        return self.encode(text)
+            raise _refused(messages, error) from error
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -103,9 +114,21 @@ class TransformersTokenizer:
 
     def encode_chat(self, messages: Messages) -> list[int]:
         if not self._tokenizer.chat_template:
-            return self._tokenizer("\n".join(str(message["content"]) for message in messages))["input_ids"]
-        text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return self.encode(str(text))
+            return self._tokenizer(_plain(messages))["input_ids"]
+        return self.encode(self.render_chat(messages))
+
+    def render_chat(self, messages: Messages, tools: Messages = (), add_generation_prompt: bool = True) -> str:
+        if not self._tokenizer.chat_template:
+            return _plain(messages)
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except (TemplateError, TypeError) as error:
+            raise _refused(messages, error) from error
+        return str(text)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -115,6 +138,15 @@ class TransformersTokenizer:
 
     def decode_batch(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         return [str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)) for ids in sequences]
+
+
+def _refused(messages: Messages, error: Exception) -> ConfigError:
+    return ConfigError(f"The model's chat template refuses a prompt ({error}): {str(list(messages))[:200]}.")
+
+
+def _plain(messages: Messages) -> str:
+    """A conversation for a model without a chat template."""
+    return "\n".join(str(message["content"]) for message in messages)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

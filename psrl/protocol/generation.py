@@ -39,6 +39,7 @@ class SampleRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     `greedy`: temperature 0, whatever the group's sampling says."""
 
     sample: int
+    """Comes back with each chunk. Any number that no other sample of the group has at that instance."""
     max_new_tokens: int
     seed: int
     prefix_ids: tuple[int, ...] = ()
@@ -57,9 +58,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """Stop these groups; their samples come back with finish "abort" and the tokens so far."""
+    """Stop these groups, and these (group, sample) alone; they come back with finish "abort" and the tokens so far."""
 
-    groups: tuple[int, ...]
+    groups: tuple[int, ...] = ()
+    samples: tuple[tuple[int, int], ...] = ()
 
 
 class TokenChunk(msgspec.Struct, array_like=True, kw_only=True):

@@ -192,7 +192,8 @@ class Instance:
     def _hear_agents(self) -> None:
         for peer, message in self.server.poll(0.0):
             if isinstance(message, AbortRequest):
-                self._keep(self.engine.abort(message.groups))
+                self._keep(self.engine.abort(message.groups) if message.groups else [])
+                self._keep(self.engine.abort_samples(message.samples) if message.samples else [])
             elif not self._may_generate(message):
                 for sample in message.samples:
                     refused = TokenChunk(

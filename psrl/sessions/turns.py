@@ -42,8 +42,10 @@ class SessionOverError(Exception):
 class TurnMaker(Protocol):
     """Makes the turns of one trajectory, one at a time, wherever there is room and across pulls, migrations and deaths."""
 
-    tokens_left: int
-    """Tokens that may still follow the longest turn so far: the response budget and the context together."""
+    def room(self, prompt_tokens: int) -> int:
+        """Most new tokens that a turn after so many may have, out of the response budget and the context; 0 or less: none.
+        The response budget counts everything after the first turn's prompt."""
+        ...
 
     async def turn(self, request: TurnRequest, on_tokens: Callable[[TurnTokens], None] | None = None) -> TurnTokens:
         """The whole turn; `on_tokens` hears parts of it as they arrive. Raises SessionOverError. Cancelling it aborts the

@@ -521,6 +521,22 @@ def test_abort_and_continuation_equal_an_uninterrupted_run(build: Build) -> None
         assert outputs[key].finish == "length"
 
 
+def test_one_sample_of_a_group_can_be_aborted(build: Build) -> None:
+    engine, outputs = _submitted(build(rows=8), request(0, prompt(4), [30] * 3), request(1, prompt(5), [30] * 2)), {}
+    run_until(engine, outputs, tokens=6)
+    last = engine.abort_samples({(0, 1), (1, 0), (7, 7)})
+    assert sorted((c.group, c.sample, c.finish) for c in last) == [(0, 1, "abort"), (1, 0, "abort")]
+    collect(outputs, last)
+    run(engine, outputs)
+    assert {key: output.finish for key, output in outputs.items()} == {
+        (0, 0): "length",
+        (0, 1): "abort",
+        (0, 2): "length",
+        (1, 0): "abort",
+        (1, 1): "length",
+    }
+
+
 def test_abort_of_everything_empties_the_engine(build: Build) -> None:
     engine, outputs = _submitted(build(rows=2), request(0, prompt(4), [30] * 3), request(1, prompt(4), [30])), {}
     assert engine.abort([7]) == []

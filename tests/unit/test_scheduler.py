@@ -153,6 +153,14 @@ def test_abort_takes_running_and_waiting(
     assert [s.order for s in scheduler.waiting] == waiting
 
 
+def test_single_samples_can_be_aborted() -> None:
+    scheduler = filled(*(make(i) for i in range(5)), rows=3)
+    scheduler.admit(UNLIMITED)
+    keys = {(s.group, s.sample) for s in (scheduler.running[1], scheduler.waiting[1])}
+    assert [s.order for s in scheduler.abort_samples(keys)[0]] == [1, 4]
+    assert [s.order for s in scheduler.running] == [0, 2] and [s.order for s in scheduler.waiting] == [3]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_walk_keeps_rows_budget_and_kv_consistent(seed: int) -> None:
     """A shadow KV store is moved exactly as told; each row must always hold its own sequence's tokens but the last."""

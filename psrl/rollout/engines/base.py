@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,10 @@ class Engine(Protocol):
     def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
         """End these groups' samples (all if None): the tokens not yet returned of each, and finish "abort", or the finish
         of one that had ended by itself."""
+        ...
+
+    def abort_samples(self, samples: Collection[tuple[int, int]]) -> list[TokenChunk]:
+        """End these (group, sample) alone, like `abort`."""
         ...
 
     def abort_waiting(self) -> list[TokenChunk]:

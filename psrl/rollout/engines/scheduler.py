@@ -8,7 +8,7 @@ sampled exactly like every later one, and samples of one group share the prefill
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from psrl.protocol.generation import SamplingParams
@@ -159,9 +159,16 @@ class Scheduler:
     def abort(self, groups: Iterable[int] | None) -> tuple[list[Sequence], list[Move]]:
         """Forget the sequences of these groups (all if None), running and waiting ones. Returns them and the moves."""
         wanted = None if groups is None else frozenset(groups)
-        rows = {row for row, s in enumerate(self.running) if wanted is None or s.group in wanted}
+        return self._drop(lambda s: wanted is None or s.group in wanted)
+
+    def abort_samples(self, samples: Collection[tuple[int, int]]) -> tuple[list[Sequence], list[Move]]:
+        """Forget these (group, sample), as `abort` does."""
+        return self._drop(lambda s: (s.group, s.sample) in samples)
+
+    def _drop(self, wanted: Callable[[Sequence], bool]) -> tuple[list[Sequence], list[Move]]:
+        rows = {row for row, s in enumerate(self.running) if wanted(s)}
         dropped = [self.running[row] for row in sorted(rows)]
         moves = self.release(rows)
-        dropped += [s for s in self.waiting if wanted is None or s.group in wanted]
-        self.waiting = deque(s for s in self.waiting if wanted is not None and s.group not in wanted)
+        dropped += [s for s in self.waiting if wanted(s)]
+        self.waiting = deque(s for s in self.waiting if not wanted(s))
         return dropped, moves

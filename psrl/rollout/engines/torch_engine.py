@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,13 @@ class TorchEngine:
 
     @torch.inference_mode()
     def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
-        dropped, moves = self._scheduler.abort(groups)
+        return self._dropped(*self._scheduler.abort(groups))
+
+    @torch.inference_mode()
+    def abort_samples(self, samples: Collection[tuple[int, int]]) -> list[TokenChunk]:
+        return self._dropped(*self._scheduler.abort_samples(samples))
+
+    def _dropped(self, dropped: list[Sequence], moves: list[Move]) -> list[TokenChunk]:
         self._move_rows(moves)
         return [last_chunk(s.group, s.sample, FINISH_ABORT) for s in dropped]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,12 +175,17 @@ class VllmEngine:
         )
 
     def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
-        self._take(self._core.drain())
         wanted = None if groups is None else frozenset(groups)
-        ids = [i for i, sample in self._samples.items() if wanted is None or sample.group in wanted]
-        ended = [chunk for chunk in self._ready if wanted is None or chunk.group in wanted]
-        self._ready = [chunk for chunk in self._ready if wanted is not None and chunk.group not in wanted]
-        return join_chunks([*ended, *self._drop(ids)])
+        return self._abort(lambda of: wanted is None or of.group in wanted)
+
+    def abort_samples(self, samples: Collection[tuple[int, int]]) -> list[TokenChunk]:
+        return self._abort(lambda of: (of.group, of.sample) in samples)
+
+    def _abort(self, wanted: Callable[[_Sample | TokenChunk], bool]) -> list[TokenChunk]:
+        self._take(self._core.drain())
+        ended = [chunk for chunk in self._ready if wanted(chunk)]
+        self._ready = [chunk for chunk in self._ready if not wanted(chunk)]
+        return join_chunks([*ended, *self._drop([i for i, sample in self._samples.items() if wanted(sample)])])
 
     def abort_waiting(self) -> list[TokenChunk]:
         """vLLM says how many wait but not which: those are the ones whose last token is the longest ago."""
