@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from psrl.agents.base import AgentPrompt, ChatSession, Ending, Message
 from psrl.agents.environment import Environment
@@ -55,31 +55,44 @@ class ToolAgent:
 
     async def _play(self, session: ChatSession, prompt: AgentPrompt, environment: EnvironmentCalls) -> Ending:
         messages, tools = await environment.reset(prompt)
-        rewards: list[float] = []
-        metrics: dict[str, float] = {}
-        turns = 0
-        while turns != self._limits.max_assistant_turns:
+        tally = _Tally()
+        while tally.turns != self._limits.max_assistant_turns:
             reply = await self._turn(session, messages, tools)
             if reply is None:
                 break
-            turns += 1
-            messages.append(reply.message)
+            tally.turns += 1
             if reply.finish_reason not in ENDS_A_TURN:
                 break
             step = await environment.step(reply.message)
-            messages += step.messages
-            metrics |= finite_metrics(step.metrics)
-            rewards += [r for r in (finite_reward(step.reward),) if r is not None]
+            tally.add(step.reward, step.metrics)
             if step.done:
                 break
-        rewards += [r for r in (finite_reward(await environment.score()),) if r is not None]
-        metrics |= {"assistant_turns": float(turns), "environment_retries": float(environment.retried)}
-        return Ending(sum(rewards) if rewards else None, metrics)
+            messages += [reply.message, *step.messages]
+        tally.add(await environment.score(), {"environment_retries": environment.retried})
+        return tally.ending()
 
     async def _turn(self, session: ChatSession, messages: list[Message], tools: list[Message]) -> ChatReply | None:
         """The model's next message; None where the conversation has no room for one."""
-        request = ChatRequest(messages=list(messages), tools=tools or None, max_tokens=self._limits.max_tokens_per_turn)
+        request = ChatRequest(messages=list(messages), tools=tools, max_tokens=self._limits.max_tokens_per_turn)
         try:
             return await session.chat(request)
-        except ContextFullError:
+        except (ContextExceededError, TurnLimitError):
             return None
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a trajectory has earned so far."""
+
+    turns: int = 0
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, reward: float | None, metrics: Mapping[str, float]) -> None:
+        earned = finite_reward(reward)
+        if earned is not None:
+            self.reward = earned + (self.reward or 0.0)
+        self.metrics |= finite_metrics(metrics)
+
+    def ending(self) -> Ending:
+        return Ending(self.reward, {**self.metrics, "assistant_turns": float(self.turns)})

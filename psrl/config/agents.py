@@ -28,6 +28,8 @@ class BlackBoxConfig:
 class AgentConfig:
     default_agent_loop: str = SINGLE_TURN
     """What makes a sample: single_turn_agent (one response to the prompt) | tool_agent (turns with an environment or tools, see multi_turn) | black_box_agent (your own program against an OpenAI-compatible endpoint)."""
+    serve_sessions: bool = False
+    """Serve an OpenAI-compatible endpoint in each agent loop process though no agent of the run needs it; `python -m psrl.sessions RUN_DIR` says where."""
     black_box: BlackBoxConfig = field(default_factory=BlackBoxConfig)
 
 

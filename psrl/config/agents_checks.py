@@ -88,6 +88,20 @@ def _check_surroundings(config: Config, loop: str) -> None:
         raise ConfigError(
             f"{ROLLOUT}.ignore_eos=True never ends a message, so {LOOP}={loop} would have one turn only: set it to False."
         )
+    if config.data.synthetic_lengths.mean_tokens is not None:
+        raise ConfigError(
+            f"data.synthetic_lengths.mean_tokens={config.data.synthetic_lengths.mean_tokens:g} draws the length of a single response, which "
+            f"{LOOP}={loop} does not make: leave it null."
+        )
+    if config.psrl.rollout_coordination.partial_rollout.interrupt_as_prompt:
+        raise ConfigError(
+            f"psrl.rollout_coordination.partial_rollout.interrupt_as_prompt=True counts what was written before a weight update as prompt, which "
+            f"{LOOP}={loop} cannot (a turn's mask says who wrote it): set it to False."
+        )
+    if config.trainer.test_freq > 0:
+        raise ConfigError(
+            f"trainer.test_freq={config.trainer.test_freq} validates with single responses, which would say nothing about {LOOP}={loop}: set it to -1."
+        )
 
 
 def _warnings(agent: AgentConfig, turns: MultiTurnConfig) -> list[str]:
