@@ -54,7 +54,6 @@ class ChatRequest:
 class ChatReply:
     """`message` in OpenAI's shape; `finish_reason` "stop", "length" or "tool_calls"."""
 
-    id: str
     message: Message
     finish_reason: str
     prompt_tokens: int
@@ -211,7 +210,6 @@ class Session:
         self.prompt_tokens += len(start.prompt_ids)
         self.completion_tokens += len(hearing.tokens.token_ids)
         return ChatReply(
-            id=f"chatcmpl-{self.id}-{self.capture.num_turns}",
             message=ended.message,
             finish_reason=ended.finish_reason,
             prompt_tokens=len(start.prompt_ids),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_ten_turns_with_tools(tokenizers: dict[str, ChatTokenizer], name: str) -
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": f"{i} is it"} for call in calls] or [
             user("Go on")
         ]
-    for (prompt, made), (following, _) in zip(seen, seen[1:], strict=False):
+    for (prompt, made), (following, _) in pairwise(seen):
         assert following[: len(prompt) + len(made)] == prompt + made
     (branch,) = capture.branches()
     sample = capture.arrays(branch)

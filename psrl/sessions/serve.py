@@ -1,0 +1,93 @@
+"""The endpoint as a part of a running event loop: bound first, so that its URL is known before anyone needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from math import ceil
+
+import uvicorn
+from starlette.types import ASGIApp
+
+log = logging.getLogger(__name__)
+POLL_S = 0.01
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class SessionServer:
+    """Serves `app` on one address of this host.
+
+    >>> async def run(app):
+    ...     server = SessionServer(app, "127.0.0.1")
+    ...     await server.start()
+    ...     ...  # server.url; `server.failed` says if it has ended by itself
+    ...     await server.stop()
+    """
+
+    def __init__(self, app: ASGIApp, host: str, port: int = 0, client_timeout_s: float = 60.0):
+        """Binds (port 0: any that is free). A client that takes nothing, or is gone without a word, is given up by the kernel after
+        `client_timeout_s`. OSError if the address cannot be bound."""
+        self._socket = bound_socket(host, port, client_timeout_s)
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{host}:{self.port}"
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, backlog=2048,
+            timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        self._config = config
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, timeout_s: float = 30.0) -> None:
+        """Returns when requests are answered. TimeoutError, or what went wrong."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        async with asyncio.timeout(timeout_s):
+            while not self._server.started:
+                if self._serving.done():
+                    self._serving.result()
+                    raise RuntimeError("the server ended while it started")
+                await asyncio.sleep(POLL_S)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it no longer serves although nobody stopped it."""
+        return self._serving is not None and self._serving.done() and not self._server.should_exit
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Take no new connections; requests that have not ended after `timeout_s` are cancelled."""
+        if self._serving is None:
+            self._socket.close()
+            return
+        self._config.timeout_graceful_shutdown = ceil(timeout_s)
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._serving}, timeout=timeout_s + 5)
+        if not done:
+            log.warning("the session endpoint did not stop within %g s and is cancelled", timeout_s + 5)
+            self._serving.cancel()
+            await asyncio.wait({self._serving}, timeout=5)
+        elif not self._serving.cancelled() and (error := self._serving.exception()) is not None:
+            raise error
+
+
+def bound_socket(host: str, port: int, client_timeout_s: float) -> socket.socket:
+    """Accepted connections inherit the options."""
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, ceil(client_timeout_s * 1000))
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
