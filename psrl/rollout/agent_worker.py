@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from psrl.config.algorithm_checks import greedy_samples
+from psrl.config.cache_blocks import cache_block_size
 from psrl.models.resolve import run_model
 from psrl.models.tokenizer import load_tokenizer
 from psrl.net.link import AsyncCoordinatorLink, CoordinatorGoneError
 from psrl.protocol import control as c
+from psrl.protocol.blocks import block_names
 from psrl.protocol.generation import (
     FINISH_REDUNDANT,
     FINISH_REFUSED,
@@ -29,12 +31,14 @@ from psrl.protocol.generation import (
     TokenChunks,
 )
 from psrl.role import Role, run_role, start_role
+from psrl.rollout.agents import make_agents
 from psrl.rollout.connections import Connections
 from psrl.rollout.finish import Finisher
 from psrl.rollout.group_filters import MissingMetricError
 from psrl.rollout.group_work import GroupWork
 from psrl.rollout.sample_ends import CONSUMED, FAILED, FILTERED, REDUNDANT, RETURNED, group_ends
-from psrl.rollout.scoring import RewardTypeError, ScoreResult
+from psrl.rollout.score_result import ScoreResult
+from psrl.rollout.scoring import RewardTypeError
 from psrl.tasks.prepared import PreparedReader
 from psrl.tasks.synthetic_lengths import response_budget
 
@@ -52,14 +56,16 @@ class Held:
 
 
 class AgentLoop:
-    """Single-turn agent loop. One event loop; a group is a few callbacks and one coroutine that scores it."""
+    """One event loop; a group is a few callbacks and one coroutine that scores it, and where agents play its samples turn
+    by turn (psrl.rollout.session_host) one coroutine for each."""
 
     def __init__(self, role: Role) -> None:
         config = role.config
         self.role = role
         self.prompts = PreparedReader(role.run_dir.data / "prompts.bin")
         model = run_model(role.run_dir)
-        self.finisher = Finisher(config, role.run_dir, role.name, self.prompts, load_tokenizer(model.path))
+        tokenizer = load_tokenizer(model.path)
+        self.finisher = Finisher(config, role.run_dir, role.name, self.prompts, tokenizer)
         gen = config.gen_actor_rollout_ref.rollout
         self.sampling = SamplingParams(
             temperature=gen.temperature,
@@ -69,11 +75,13 @@ class AgentLoop:
             ignore_eos=gen.ignore_eos,
         )
         self.budget = response_budget(config)
+        self.block_size = cache_block_size(config)
         self.link = AsyncCoordinatorLink(
             role.run_dir, "agent_loop", role.name, self._state, config.psrl.fault_tolerance
         )
         self.held: dict[int, Held] = {}
-        self.connections = Connections(role, self._spawn, self._chunks, self._lose)
+        self.connections = Connections(role, self.spawn, self._chunks, self._lose)
+        self.agents = make_agents(role, self, tokenizer, self.sampling, self.connections)
         self.to_seal: asyncio.Queue[tuple[GroupWork, list[ScoreResult]]] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
         self.over: asyncio.Future[str] | None = None
@@ -86,19 +94,21 @@ class AgentLoop:
         """Work until the run is over, or until this agent loop retires; returns which of them, in words."""
         self.over = asyncio.get_running_loop().create_future()
         await self.finisher.pool.start()
+        await self.agents.start()
         await self.link.open()
-        self._spawn(self._hear_coordinator())
-        self._spawn(self._seal_loop())
+        self.spawn(self._hear_coordinator())
+        self.spawn(self._seal_loop())
         try:
             return await self.over
         finally:
             for task in self.tasks:
                 task.cancel()
+            await self.agents.close()
             await self.finisher.pool.close()
             self.finisher.writer.close()
             self.link.close("leaving")
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task whose failure ends this process: nothing fails in silence."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self.tasks.add(task)
@@ -128,7 +138,7 @@ class AgentLoop:
                         self._routed(message)
                     case c.GroupAck():
                         for group in message.groups:
-                            if (held := self.held.pop(group, None)) is not None:
+                            if (held := self._forget(group)) is not None:
                                 self._tell_ends(held.work, CONSUMED)
                     case c.GroupAbort():
                         self._drop(message.groups, REDUNDANT if message.reason == REDUNDANT else RETURNED)
@@ -137,6 +147,7 @@ class AgentLoop:
                     case c.Instances():
                         self.connections.know(message.instances)
                     case c.Welcome():
+                        self.agents.serve(message.incarnation)
                         self._ask_again()
                     case c.Retire():
                         self._end(f"retired ({message.reason}): {len(self.held)} groups return to the queue")
@@ -150,8 +161,11 @@ class AgentLoop:
     def _take(self, assignment: c.Assignment) -> None:
         prompt = self.prompts[assignment.prompt]
         ids = np.frombuffer(prompt.prompt_ids, dtype="<i4").tolist()
+        if (played := self.agents.play(assignment, ids, prompt)) is not None:
+            self.held[assignment.group] = Held(played)
+            return
         config = self.role.config
-        work = GroupWork(
+        single = GroupWork(
             assignment,
             ids,
             self.sampling,
@@ -160,28 +174,39 @@ class AgentLoop:
             interrupt_as_prompt=config.psrl.rollout_coordination.partial_rollout.interrupt_as_prompt,
             greedy=greedy_samples(config.algorithm.adv_estimator),
         )
-        self.held[assignment.group] = Held(work)
-        self._request(work, assignment.instance, range(assignment.n))
+        self.held[assignment.group] = Held(single)
+        self.request(single, assignment.instance, range(assignment.n))
 
-    def _request(self, work: GroupWork, instance: str, samples: Sequence[int]) -> None:
+    def request(self, work: GroupWork, instance: str, samples: Sequence[int]) -> None:
         """Send samples to an instance; if it is gone by now, ask for another."""
         group = work.assignment.group
         if not self.connections.has(instance):
             self.link.send(c.SampleMoves(left=[(group, instance, len(samples))]))
             if unfinished := [(group, sample) for sample in samples if not work.samples[sample].finish]:
-                self._ask(unfinished)
+                self.ask(unfinished)
         else:
-            request = work.request(instance, samples)
-            if request is not None:
+            requests = work.requests(instance, samples)
+            for request in requests:
                 self.connections.send(instance, request)
-            if unwanted := len(samples) - (len(request.samples) if request is not None else 0):
+            if unwanted := len(samples) - sum(len(request.samples) for request in requests):
                 self.link.send(c.SampleMoves(left=[(group, instance, unwanted)]))
-                self._advance(work)
+                self.advance(work)
 
-    def _ask(self, samples: list[tuple[int, int]], reason: str = "", instance: str = "") -> None:
+    def ask(self, samples: list[tuple[int, int]], reason: str = "", instance: str = "") -> None:
         """Where shall these (group, sample) pairs go on, all of which were at `instance`?"""
-        tokens = [len(self.held[group].work.samples[sample].token_ids) for group, sample in samples]
-        self.link.send(c.RouteRequest(samples=samples, reason=reason, instance=instance, tokens=tokens))
+        works = {group: self.held[group].work for group, _ in samples}
+        contexts = [works[group].context(sample) for group, sample in samples]
+        self.link.send(
+            c.RouteRequest(
+                samples=samples,
+                reason=reason,
+                instance=instance,
+                tokens=[
+                    len(ids) - len(works[group].prompt_ids) for (group, _), ids in zip(samples, contexts, strict=True)
+                ],
+                blocks=[block_names(ids, self.block_size) for ids in contexts] if self.block_size else [],
+            )
+        )
 
     def _routed(self, routed: c.Routed) -> None:
         by_target: dict[tuple[int, str], list[int]] = defaultdict(list)
@@ -190,7 +215,7 @@ class AgentLoop:
         for (group, instance), samples in by_target.items():
             if (held := self.held.get(group)) is not None:
                 held.work.incarnation = routed.incarnation
-                self._request(held.work, instance, samples)
+                self.request(held.work, instance, samples)
 
     def _ask_again(self) -> None:
         """After a (re)connection: what was asked may be lost. Hello said where samples are; the rest looks for a place."""
@@ -198,14 +223,17 @@ class AgentLoop:
             (group, sample) for group, held in self.held.items() if held.done is None for sample in held.work.looking()
         ]
         if looking:
-            self._ask(looking)
+            self.ask(looking)
 
     def _drop(self, groups: Sequence[int], outcome: str) -> None:
         for group in groups:
-            held = self.held.pop(group, None)
-            if held is not None:
+            if (held := self._forget(group)) is not None:
                 self._stop_at(group, held.work.where())
                 self._tell_ends(held.work, outcome)
+
+    def _forget(self, group: int) -> Held | None:
+        self.agents.end(group)
+        return self.held.pop(group, None)
 
     def _truncate(self, groups: Sequence[int]) -> None:
         """End these groups with the tokens that have arrived here."""
@@ -213,11 +241,12 @@ class AgentLoop:
             held = self.held.get(group)
             if held is not None and not held.scoring:
                 self._end_rest(held.work, FINISH_TRUNCATED)
-                self._advance(held.work)
+                self.advance(held.work)
 
     def _end_rest(self, work: GroupWork, finish: str) -> None:
         """End the unfinished samples of a group, here and where they are being made."""
         group, were = work.assignment.group, work.end_rest(finish)
+        self.agents.stop(group)
         self._stop_at(group, were)
         if were:
             self.link.send(c.SampleMoves(left=[(group, instance, count) for instance, count in were.items()]))
@@ -226,40 +255,48 @@ class AgentLoop:
         for instance in instances:
             self.connections.send(instance, AbortRequest((group,)))
 
-    def _advance(self, work: GroupWork) -> None:
+    def advance(self, work: GroupWork) -> None:
         """Score a group as soon as enough of its samples have finished; the others are not waited for."""
         held = self.held.get(work.assignment.group)
         if held is not None and not held.scoring and work.complete:
             held.scoring = True
             if work.unfinished:
                 self._end_rest(work, FINISH_REDUNDANT)
-            self._spawn(self._score(work))
+            self.spawn(self._score(work))
 
     def _tell_ends(self, work: GroupWork, outcome: str) -> None:
         self.link.send(c.SampleEnds(ends=group_ends(work, outcome)))
+
+    def say(self, message: c.Message) -> None:
+        self.link.send(message)
+
+    def abort(self, instance: str, request: AbortRequest) -> None:
+        self.connections.send(instance, request)
 
     # ---- instances -------------------------------------------------------------------------------------------
 
     def _lose(self, name: str) -> None:
         """An instance is gone: keep what it streamed, make the rest elsewhere."""
+        self.agents.lose(name)
         moves: list[tuple[int, str, int]] = []
         routes: list[tuple[int, int]] = []
         tokens = 0
         for group, held in self.held.items():
             if lost := held.work.lost(name):
                 moves.append((group, name, len(lost)))
-                routes += [(group, sample) for sample in lost]
+                routes += [(group, sample) for sample in lost if held.work.samples[sample].looking]
                 tokens += sum(len(held.work.samples[sample].token_ids) for sample in lost)
-        if routes:
+        if moves:
             log.warning(
                 "%d samples of %d groups were at %s: they go on elsewhere with their %d tokens",
-                len(routes),
+                sum(count for _, _, count in moves),
                 len(moves),
                 name,
                 tokens,
             )
             self.link.send(c.SampleMoves(left=moves))
-            self._ask(routes)
+        if routes:
+            self.ask(routes)
 
     def _chunks(self, instance: str, message: TokenChunks) -> None:
         left: Counter[int] = Counter()
@@ -269,22 +306,25 @@ class AgentLoop:
         for chunk in message.chunks:
             held = self.held.get(chunk.group)
             if held is None:
+                self.agents.add(chunk, instance)
                 continue
             has_left, route = held.work.add(chunk, instance)
             if has_left:
                 left[chunk.group] += 1
                 if route:
-                    routes[chunk.finish].append((chunk.group, chunk.sample))
+                    sample = held.work.sample_of(chunk)
+                    routes[chunk.finish].append((chunk.group, sample))
                     if chunk.finish == FINISH_REFUSED:
-                        refused.append(len(held.work.samples[chunk.sample].token_ids))
+                        refused.append(len(held.work.samples[sample].token_ids))
                 else:
                     finished[chunk.group] = held.work
         if left:
             self.link.send(c.SampleMoves(left=[(group, instance, count) for group, count in left.items()]))
+        self.agents.tell_ended_turns(finished.values())
         for work in finished.values():
-            self._advance(work)
+            self.advance(work)
         for reason, samples in routes.items():
-            self._ask(samples, reason, instance)
+            self.ask(samples, reason, instance)
         if refused:
             log.info(
                 "%s refused %d samples: they go on elsewhere with their %d tokens", instance, len(refused), sum(refused)
@@ -301,7 +341,7 @@ class AgentLoop:
             raise
         if not isinstance(outcome, c.GroupFailed):
             self.to_seal.put_nowait((work, outcome))
-        elif self.held.pop(outcome.group, None) is not None:
+        elif self._forget(outcome.group) is not None:
             self.link.send(outcome)
             self._tell_ends(work, FILTERED if outcome.reason == FILTERED else FAILED)
 

@@ -56,6 +56,9 @@ class Connections:
     def has(self, instance: str) -> bool:
         return instance in self._known
 
+    def names(self) -> list[str]:
+        return list(self._known)
+
     def know(self, instances: Sequence[InstanceInfo]) -> None:
         """Connect with the living. One that is not listed left while this agent loop had no coordinator, or has not said
         hello to a new one yet: the connection tells which."""

@@ -41,6 +41,8 @@ def failure(
         return GroupFailed(group=group, reason=failed.kind, detail=failed.error or "", retry=True)
     trainable = [r for r, tokens in zip(results, work.trainable_tokens(results), strict=True) if tokens]
     lacks_baseline = any(r.reward is None and work.samples[i].greedy for r, i in zip(results, work.kept(), strict=True))
+    if len(trainable) < least_trainable and work.failed:
+        return GroupFailed(group=group, reason="error", detail=work.failed[0], retry=True)
     if len(trainable) < least_trainable or lacks_baseline:
         cut = any(work.samples[i].finish == FINISH_TRUNCATED for i in work.kept())
         reason = "empty_truncation" if cut else "invalid_rewards"
@@ -71,17 +73,22 @@ class Finisher:
         """Reward the kept samples; a failure is reported, never trained as reward 0.
 
         Raises RewardTypeError or MissingMetricError for a reward function that is wrong."""
+        if fault := work.fault():
+            return GroupFailed(group=work.assignment.group, reason="error", detail=fault, retry=False)
         prompt = self.prompts[work.assignment.prompt]
+        verdicts = {i: work.verdict(i) for i in work.kept()}
+        open_ones = [i for i, verdict in verdicts.items() if verdict is None]
         answers = [
             Answer(
-                solution_str=self.tokenizer.decode(work.samples[i].token_ids),
+                solution_str=self.tokenizer.decode(work.answer_ids(i)),
                 data_source=prompt.data_source,
                 ground_truth=prompt.ground_truth,
                 extra_info=prompt.extra_info,
             )
-            for i in work.kept()
+            for i in open_ones
         ]
-        results = await self.pool.score(answers)
+        verdicts |= zip(open_ones, await self.pool.score(answers) if answers else [], strict=True)
+        results = [verdict for verdict in verdicts.values() if verdict is not None]
         return failure(work, results, self.worthless, self.least_trainable) or results
 
     async def seal(self, batch: Sequence[tuple[GroupWork, list[ScoreResult]]]) -> list[GroupDone]:

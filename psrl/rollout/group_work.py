@@ -11,6 +11,7 @@ from psrl.protocol.control import Assignment
 from psrl.protocol.generation import FINISH_TRUNCATED, GenerateRequest, SamplingParams, TokenChunk
 from psrl.protocol.samples import Group, Sample
 from psrl.rollout.partial import PartialSample
+from psrl.rollout.score_result import ScoreResult
 
 
 class Scored(Protocol):
@@ -64,8 +65,7 @@ class GroupWork:
     def request(self, instance: str, samples: Sequence[int]) -> GenerateRequest | None:
         """Ask `instance` to make or go on with these samples; None when every one of them has used up its budget. One that
         has ended or is being made somewhere else, because two answers crossed, is left out."""
-        looking = [i for i in samples if not self.samples[i].finish and not self.samples[i].instance]
-        wanted = [r for i in looking if (r := self._next(i, instance))]
+        wanted = [r for i in samples if self.samples[i].looking and (r := self._next(i, instance))]
         if not wanted:
             return None
         return GenerateRequest(
@@ -77,6 +77,11 @@ class GroupWork:
             samples=tuple(wanted),
         )
 
+    def requests(self, instance: str, samples: Sequence[int]) -> list[GenerateRequest]:
+        """The same as a list: one for all of them, or none."""
+        request = self.request(instance, samples)
+        return [] if request is None else [request]
+
     def _next(self, sample: int, instance: str):
         request = self.samples[sample].next_request(instance)
         if request is None:
@@ -86,6 +91,10 @@ class GroupWork:
     def _note_end(self, sample: int) -> None:
         self.unfinished -= 1
         self._ended.append(sample)
+
+    def sample_of(self, chunk: TokenChunk) -> int:
+        """The sample that a chunk belongs to."""
+        return chunk.sample
 
     def add(self, chunk: TokenChunk, instance: str) -> tuple[bool, bool]:
         """(left, route): did the sample leave `instance`, and must it be routed again? A chunk from an instance that
@@ -108,7 +117,7 @@ class GroupWork:
         were = self.where()
         for sample in self.samples:
             if not sample.finish:
-                sample.finish, sample.instance = finish, ""
+                sample.end(finish)
                 if finish == FINISH_TRUNCATED:
                     self._ended.append(sample.sample)
         self.unfinished = 0
@@ -141,7 +150,28 @@ class GroupWork:
 
     def looking(self) -> list[int]:
         """Samples that wait for an instance."""
-        return [s.sample for s in self.samples if not s.instance and not s.finish]
+        return [s.sample for s in self.samples if s.looking]
+
+    def context(self, sample: int) -> Sequence[int]:
+        """All tokens of a sample so far, the prompt's first."""
+        return (*self.prompt_ids, *self.samples[sample].token_ids)
+
+    def verdict(self, sample: int) -> ScoreResult | None:
+        """What is known of a kept sample's reward; None: its answer is to be scored."""
+        return None
+
+    def answer_ids(self, sample: int) -> Sequence[int]:
+        """The tokens that are scored."""
+        return self.samples[sample].token_ids
+
+    def fault(self) -> str:
+        """Why a complete group cannot be sealed as one; "" if it can."""
+        return ""
+
+    @property
+    def failed(self) -> list[str]:
+        """Why kept samples failed before they could be scored."""
+        return []
 
     def group(self, scores: Sequence[Scored]) -> Group:
         """The finished group, ready to be sealed; `scores` are those of the samples `kept`."""

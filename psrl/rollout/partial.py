@@ -27,6 +27,11 @@ class PartialSample:
     """Tokens that existed when a pull of new weights last interrupted it."""
 
     @property
+    def looking(self) -> bool:
+        """It waits for an instance."""
+        return not self.instance and not self.finish
+
+    @property
     def newest_start(self) -> int:
         """The first token after the last interruption: a pull that handed it back, or other weights that took over.
 
@@ -83,6 +88,10 @@ class PartialSample:
             self.instance = ""
             return True
         return False
+
+    def end(self, finish: str) -> None:
+        """It ends as it is."""
+        self.finish, self.instance = finish, ""
 
     def lost(self) -> None:
         """The instance is gone: what was streamed so far is kept, the rest is made elsewhere."""

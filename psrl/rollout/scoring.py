@@ -15,6 +15,7 @@ import msgspec
 
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
+from psrl.rollout.score_result import ScoreResult
 from psrl.rollout.score_worker import ERROR, FRAME, READY, WRONG_TYPE, Reply, ScoringSpec
 from psrl.supervisor.process import describe_exit
 from psrl.tasks.base import Answer
@@ -37,15 +38,6 @@ SINGLE_THREAD = {
 
 class RewardTypeError(Exception):
     """The reward function returned something that is no number: a mistake that no retry cures. Names the function."""
-
-
-class ScoreResult(msgspec.Struct, array_like=True):
-    """`kind`: ok | invalid (None, NaN, infinite) | error (raised, or its process died) | timeout."""
-
-    reward: float | None
-    kind: str
-    error: str | None = None
-    metrics: dict[str, float] = {}
 
 
 class _GoneError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -64,3 +65,8 @@ def _refuse_exposed(path: Path, remedy: str) -> None:
             f"{path} {fault}: whoever reads the run's keys can control the run; "
             f"run `{remedy} {path}` as its owner, or start in a new run directory"
         )
+
+
+def session_token(keys: RunKeys) -> str:
+    """The bearer token of the run's session endpoints: whoever may read its keys may use them."""
+    return blake2b(b"sessions", key=keys.client_secret.encode(), digest_size=20).hexdigest()

@@ -69,6 +69,8 @@ def step_metrics(
         row["response_length/clip_ratio"] = float(np.mean([sample.finish == "length" for _, sample in trained]))
         row["response_length/truncated_ratio"] = float(np.mean([sample.finish == "truncated" for _, sample in trained]))
         row["rollout/multi_version_ratio"] = float(np.mean([_versions(sample) > 1 for _, sample in trained]))
+        turns = [sample.metrics["num_turns"] for _, sample in trained if "num_turns" in sample.metrics]
+        row |= _spread("num_turns", np.array(turns, dtype=np.float64))
     row["response_length/hist"] = _histogram(length_bucket(int(length)) for length in responses)
     if lags:
         row["staleness/mean"] = float(np.mean(lags))

@@ -174,3 +174,11 @@ def test_buckets_tile_the_lengths():
     for lower, following in pairwise(edges):
         assert lower + bucket_width(lower) == following
     assert (length_bucket(1000), bucket_width(960), length_bucket(1023), length_bucket(1024)) == (960, 64, 960, 1024)
+
+
+def test_turns_are_counted_where_samples_have_any():
+    played = [sample(4, 1.0), sample(4, 0.0)]
+    played[0].metrics, played[1].metrics = {"num_turns": 3.0}, {"num_turns": 1.0}
+    turns = step_metrics([group(played)], [0], {"step": 1.0}, step=1)
+    assert [turns[f"num_turns/{figure}"] for figure in ("mean", "max", "min")] == [2.0, 3.0, 1.0]
+    assert "num_turns/mean" not in step_metrics([group([sample(4, 1.0)])], [0], {"step": 1.0}, step=1)

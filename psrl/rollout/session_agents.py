@@ -1,0 +1,115 @@
+"""The agents of an agent loop process out of its configuration: sessions, the endpoint that serves them, who plays them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Sequence
+
+from psrl.agents.base import AgentPrompt, Endpoint
+from psrl.agents.select import make_agent
+from psrl.config.agents import BLACK_BOX
+from psrl.config.algorithm_checks import greedy_samples
+from psrl.models.tokenizer import ChatTokenizer
+from psrl.protocol.control import Assignment
+from psrl.protocol.generation import SamplingParams, TokenChunk
+from psrl.role import Role
+from psrl.rollout.connections import Connections
+from psrl.rollout.group_work import GroupWork
+from psrl.rollout.guests import Guests
+from psrl.rollout.session_group import SessionGroup
+from psrl.rollout.session_host import Home, SessionHost
+from psrl.rollout.session_store import RunSessions
+from psrl.rollout.trajectory import TokenLimits
+from psrl.rundir.endpoints import Endpoint as Published
+from psrl.rundir.endpoints import publish_next_endpoint
+from psrl.rundir.keys import load_keys, session_token
+from psrl.sessions.__main__ import SUFFIX
+from psrl.sessions.app import make_app
+from psrl.sessions.serve import SessionServer
+from psrl.sessions.session import SessionLimits
+from psrl.tasks.prepare import context_length
+
+log = logging.getLogger("psrl.agent_loop")
+
+
+class SessionAgents:
+    """Implements psrl.rollout.agents.Agents: groups that agents play, and guests."""
+
+    def __init__(
+        self, role: Role, home: Home, tokenizer: ChatTokenizer, sampling: SamplingParams, connections: Connections
+    ) -> None:
+        config = role.config
+        agent = config.gen_actor_rollout_ref.rollout.agent
+        self.role, self.home, self.sampling = role, home, sampling
+        self.limits = TokenLimits(context=context_length(config), response=config.data.max_response_length)
+        self.guests = Guests(sampling, self.limits, connections.names, connections.send)
+        turns = config.gen_actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+        limits = SessionLimits() if turns is None else SessionLimits(max_turns=turns)
+        self.store = RunSessions(config.model.name, tokenizer, self.guests, config.seed, limits)
+        self.token = session_token(load_keys(role.run_dir))
+        self.server = None
+        if agent.serve_sessions or agent.default_agent_loop == BLACK_BOX:
+            self.server = SessionServer(make_app(self.store, self.token), role.address)
+        endpoint = Endpoint(self.server.url, self.token) if self.server is not None else None
+        player = make_agent(config, endpoint)
+        self.host = SessionHost(home, player, self.store) if player is not None else None
+
+    async def start(self) -> None:
+        """Serve, and say where."""
+        if self.server is not None:
+            await self.server.start()
+            published = Published(address=self.server.url, node=self.role.node, pid=os.getpid())
+            publish_next_endpoint(self.role.run_dir, self.role.name + SUFFIX, published)
+            log.info("sessions are served at %s", self.server.url)
+
+    async def close(self) -> None:
+        if self.server is not None:
+            await self.server.stop()
+
+    # ---- groups ------------------------------------------------------------------------------------------------
+
+    def play(self, assignment: Assignment, prompt_ids: Sequence[int], prompt: AgentPrompt) -> SessionGroup | None:
+        """A group that agents play, begun; None: its samples are single responses."""
+        if (host := self.host) is None:
+            return None
+        group, config = assignment.group, self.role.config
+        work = SessionGroup(
+            assignment,
+            prompt_ids,
+            self.sampling,
+            self.limits,
+            config.seed,
+            places=host.places,
+            captured=lambda sample: host.captured(group, sample),
+            greedy=greedy_samples(config.algorithm.adv_estimator),
+        )
+        host.begin(work, prompt, assignment.instance)
+        return work
+
+    def stop(self, group: int) -> None:
+        """It is complete: agents that still run are cancelled."""
+        if self.host is not None:
+            self.host.stop(group)
+
+    def end(self, group: int) -> None:
+        """It is in nobody's hands any more."""
+        if self.host is not None:
+            self.host.end(group)
+
+    def tell_ended_turns(self, works: Collection[GroupWork]) -> None:
+        if self.host is not None:
+            self.host.tell_ended_turns([work for work in works if isinstance(work, SessionGroup)])
+
+    # ---- guests ------------------------------------------------------------------------------------------------
+
+    def add(self, chunk: TokenChunk, instance: str) -> None:
+        """Tokens that belong to no group that is held."""
+        self.guests.add(chunk, instance)
+
+    def lose(self, instance: str) -> None:
+        self.guests.lose(instance)
+
+    def serve(self, incarnation: int) -> None:
+        """Of the weights that instances are asked for."""
+        self.guests.incarnation = incarnation
