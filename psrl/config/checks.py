@@ -21,6 +21,7 @@ from psrl.config.overlap_checks import check_overlap
 from psrl.config.redundancy_checks import check_redundancy
 from psrl.config.routing_checks import check_routing, routing_warnings
 from psrl.config.schema import Config
+from psrl.config.session_checks import check_sessions, session_warnings
 from psrl.config.sync_checks import check_sync, sync_warnings
 from psrl.config.validation_checks import check_validation
 
@@ -140,6 +141,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     values = flatten(_as_dict(config))
     _check_values(values)
     check_routing(config)
+    check_sessions(config)
     _check_combinations(config)
     check_sync(config)
     check_validation(config)
@@ -158,6 +160,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
         *colocate_notices,
         *sync_warnings(config),
         *routing_warnings(config),
+        *session_warnings(config),
         *redundancy,
         *lmcache_warnings,
         *agents_warnings,

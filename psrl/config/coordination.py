@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from psrl.config.session_strategy import SessionStrategyConfig
+
 
 @dataclass
 class PartialRolloutConfig:
@@ -158,6 +160,7 @@ class RolloutCoordinationConfig:
     partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
     redundant_rollout: RedundantRolloutConfig = field(default_factory=RedundantRolloutConfig)
     routing_strategy: RoutingStrategyConfig = field(default_factory=RoutingStrategyConfig)
+    session_strategy: SessionStrategyConfig = field(default_factory=SessionStrategyConfig)
     sync_and_mig_strategy: SyncAndMigStrategyConfig = field(default_factory=SyncAndMigStrategyConfig)
     proactive_filter_strategy: ProactiveFilterConfig = field(default_factory=ProactiveFilterConfig)
 

@@ -171,6 +171,7 @@ class Coordinator(Dispatch, Upkeep, Turns):
         c.PullFailed: Upkeep._pull_failed,
         c.SampleMoves: Upkeep._sample_moves,
         c.RouteRequest: Dispatch._route_request,
+        c.TurnsEnded: Dispatch._turns_ended,
         c.GroupDone: Membership._group_done,
         c.GroupFailed: _group_failed,
         c.SampleEnds: _sample_ends,

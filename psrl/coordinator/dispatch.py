@@ -18,7 +18,7 @@ from psrl.coordinator.routing.base import Work
 from psrl.coordinator.views import UNLIMITED, InstanceView
 from psrl.coordinator.waiting import Waiting
 from psrl.protocol import control as c
-from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED
+from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED, TURN
 
 COUNTED = {
     FINISH_ABORT: "interrupted_samples",
@@ -26,6 +26,8 @@ COUNTED = {
     FINISH_PREEMPTED: "preempted_samples",
 }
 """Samples that come back unfinished, by what brought them back: new weights, a migration, a KV cache that is full."""
+Routes = dict[str, list[tuple[int, int, str]]]
+"""Agent loop -> (group, sample, instance)."""
 UNBOUND = (FINISH_MIGRATED, FINISH_PREEMPTED)
 """They left to go elsewhere."""
 
@@ -41,7 +43,8 @@ class Dispatch(Membership):
         if request.reason == FINISH_PREEMPTED and (view := self.placement.instances.get(request.instance)):
             view.fits = view.in_flight or UNLIMITED
         tokens = request.tokens or [0] * len(request.samples)
-        for (group, sample), made in zip(request.samples, tokens, strict=True):
+        names = request.blocks or [[]] * len(request.samples)
+        for (group, sample), made, blocks in zip(request.samples, tokens, names, strict=True):
             if (open_group := self.placement.groups.get(group)) is None or open_group.agent != sender:
                 continue
             waiting = Waiting(
@@ -52,33 +55,78 @@ class Dispatch(Membership):
                 since_s=now_s,
                 tokens=made,
                 came_from=request.instance,
+                blocks=tuple(blocks),
+                turn=request.reason == TURN,
                 unbound=request.reason in UNBOUND,
             )
-            self.waiting_routes.add(waiting)
+            self._look_for_place(open_group, waiting)
             if waiting.unbound and self.router.block_size and (view := self.placement.instances.get(request.instance)):
                 self.router.left_behind(view, self._sample_work(open_group, waiting))
 
+    def _look_for_place(self, open_group: OpenGroup, waiting: Waiting) -> None:
+        """A session that is back passes the gate first, if there is one."""
+        if self.gate is None:
+            self.waiting_routes.add(waiting)
+        elif waiting.turn:
+            self.gate.asks(waiting, self._prompt_tokens(open_group))
+        else:
+            self.gate.interrupted(waiting, self._prompt_tokens(open_group))
+            self.waiting_routes.add(waiting)
+
+    def _turns_ended(self, sender: str, message: c.TurnsEnded, now_s: float) -> None:
+        self.counters["sessions/away"] += len(message.away)
+        if self.gate is None:
+            return
+        for group, sample, instance, tokens in message.away:
+            if (open_group := self.placement.groups.get(group)) is not None and open_group.agent == sender:
+                prompt = self._prompt_tokens(open_group)
+                self.gate.turn_ended((group, sample), open_group.version, prompt, instance, tokens)
+        for group, sample, _ in message.over:
+            self.gate.over((group, sample))
+
     def _route_waiting(self, now_s: float) -> None:
-        """Samples that go on elsewhere come before new groups."""
+        """Samples that go on elsewhere come before new groups, and before them those that were held back between two turns."""
         self.considered_s, self.closed_from = now_s, math.inf
         patient_since_s = now_s - self.settings.placing.patience_s
-        routed: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        routed: Routes = defaultdict(list)
+        self._open_gate(now_s, routed)
         while waiting := self.waiting_routes.first(below=self.closed_from, waiting_since_s=patient_since_s):
             open_group = self.placement.groups.get(waiting.group)
             if open_group is None or open_group.agent != waiting.agent:
                 self.waiting_routes.remove(waiting)
                 continue
             work = self._sample_work(open_group, waiting, may_wait=waiting.since_s > patient_since_s)
+            if self.gate is not None and self.gate.holds(waiting):  # it lost its KV while it looked for a place
+                self.waiting_routes.remove(waiting)
+                self.gate.asks(waiting, self._prompt_tokens(open_group))
+                continue
             view = self._bound_to(open_group, waiting) or self._choose(work, at_least=open_group.version)
+            if self.gate is not None:
+                view = self.gate.own_place(waiting, view)
             if view is None:
                 self.closed_from = waiting.version
                 continue
             self.waiting_routes.remove(waiting)
-            self.placement.arrive(waiting.group, view.name, work.weight)
-            self.router.placed(view, work)
-            routed[waiting.agent].append((waiting.group, waiting.sample, view.name))
+            self._go(open_group, waiting, view, work, routed)
         for agent, samples in routed.items():
             self._say(agent, c.Routed(samples=samples, incarnation=self.staleness.incarnation))
+
+    def _open_gate(self, now_s: float, routed: Routes) -> None:
+        if self.gate is None:
+            return
+        for waiting, view in self.gate.ready(now_s, self.staleness.incarnation):
+            open_group = self.placement.groups[waiting.group]
+            if view is None:
+                self.waiting_routes.add(waiting)
+            else:
+                self._go(open_group, waiting, view, self._sample_work(open_group, waiting), routed)
+
+    def _go(self, open_group: OpenGroup, waiting: Waiting, view: InstanceView, work: Work, routed: Routes) -> None:
+        self.placement.arrive(waiting.group, view.name, work.weight)
+        self.router.placed(view, work)
+        if self.gate is not None:
+            self.gate.placed(waiting, self._prompt_tokens(open_group), view.name)
+        routed[waiting.agent].append((waiting.group, waiting.sample, view.name))
 
     def _bound_to(self, open_group: OpenGroup, waiting: Waiting) -> InstanceView | None:
         """The instance that stickiness asks for, if it may take the sample now; it never waits for one that may not."""
@@ -114,6 +162,9 @@ class Dispatch(Membership):
             instance = self.fleet.choose(work, self.staleness.incarnation, self._reservable(position))
             if instance is None:
                 break
+            prompt_tokens = self.facts(position.prompt).tokens if self.gate is not None else 0
+            if self.gate is not None and not self.gate.has_room(instance, prompt_tokens):
+                continue
             reserve = self.staleness.reserve(
                 version=instance.version,
                 data_epoch=position.data_epoch,
@@ -128,6 +179,8 @@ class Dispatch(Membership):
             at, each = {instance.name: work.num_samples}, work.weight / work.num_samples
             self.placement.open(reserve.group, position, reserve.version, agent.name, at, each)
             self.router.placed(instance, work)
+            if self.gate is not None:
+                self.gate.opened(reserve.group, reserve.version, prompt_tokens, work.num_samples, instance.name)
             self.counters["samples/launched"] += work.num_samples
             batch.setdefault(agent.name, []).append(self._assignment(reserve))
         for name, groups in batch.items():
@@ -174,9 +227,12 @@ class Dispatch(Membership):
             1,
             float(facts.tokens + waiting.tokens),
             self._remaining(prompt, facts.data_source, waiting.tokens),
-            sample_blocks(facts, router.block_size, waiting.group, waiting.sample, waiting.tokens),
+            waiting.blocks or sample_blocks(facts, router.block_size, waiting.group, waiting.sample, waiting.tokens),
             may_wait,
         )
+
+    def _prompt_tokens(self, open_group: OpenGroup) -> int:
+        return self.facts(open_group.position.prompt).tokens
 
     def _remaining(self, prompt: int, data_source: str, so_far: int) -> float:
         if not self.router.counts_budget:

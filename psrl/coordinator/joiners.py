@@ -81,6 +81,7 @@ class Joiners(RunState):
         """Tell a role that is here to leave, and give it nothing new. One that is not hears it when it says hello."""
         if view := self.placement.instances.get(name) or self.placement.agents.get(name):
             view.leaving = True
+            self.placement.changed.add(name)
             self.retiring.add(name)
             self._say(name, c.Retire(reason=reason))
 

@@ -152,6 +152,8 @@ class Membership(Joiners):
         agent = self.placement.add_agent(name)
         held = {h.group: h for h in state.held}
         self.waiting_routes.forget(name)  # it asks again for all that look for a place
+        if self.gate is not None:
+            self.gate.forget_agent([group for group, held_by in self.placement.groups.items() if held_by.agent == name])
         for group, open_group in list(self.placement.groups.items()):
             if group in held:
                 self.placement.claim(group, name, held[group].on)

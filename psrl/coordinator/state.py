@@ -21,6 +21,8 @@ from psrl.coordinator.prompts import PromptSource
 from psrl.coordinator.records import AnyRecord, Occupy, Release
 from psrl.coordinator.routing.base import Router
 from psrl.coordinator.routing.fleet import Fleet
+from psrl.coordinator.sessions.gate import SessionGate
+from psrl.coordinator.sessions.settings import SessionSettings
 from psrl.coordinator.staleness import Staleness
 from psrl.coordinator.stragglers import StragglerWatch
 from psrl.coordinator.sync.lagging import Lagging
@@ -70,6 +72,8 @@ class Settings:
     """Share of the buffer that must be filled before it happens."""
     migration: MigrationSettings | None = None
     """None: samples are not moved away from a busy instance."""
+    sessions: SessionSettings | None = None
+    """None: nothing is kept for samples between two turns, and none of them waits for room."""
     validation: ValidationSettings | None = None
     """None: nothing is validated."""
     colocate: bool = False
@@ -121,6 +125,7 @@ class RunState:
         """When waiting samples were last considered, and from which version on nobody found a place then."""
         self.closed_from = math.inf
         self.counters: Counter[str] = Counter()
+        self.gate = self._make_gate()
         self.filter_budget = FilterBudget(
             limit=settings.max_filtered_buffers,
             buffer_entries=staleness.buffer_entries,
@@ -148,6 +153,13 @@ class RunState:
         self.started_s = self.last_ready_s = now_s
         for r in staleness.open_groups():
             self.placement.open(r.group, r.position, r.version)
+
+    def _make_gate(self) -> SessionGate | None:
+        settings = self.settings
+        if settings.sessions is None:
+            return None
+        sticky, samples = settings.placing.trajectory_sticky, settings.samples_per_group
+        return SessionGate(settings.sessions, self.placement, self.counters, sticky=sticky, samples_per_group=samples)
 
     @property
     def rollouts_turn(self) -> bool:
@@ -186,7 +198,7 @@ class RunState:
                 self.counters[record.reason] += 1
                 self._abort(record.group, record.reason)
             elif isinstance(record, Occupy):
-                self.placement.close(record.group)
+                self._close(record.group)
             self._apply(record)
             if isinstance(record, Occupy) and self.staleness.ready(record.buffer):
                 self.filled_s[record.buffer] = now_s
@@ -206,6 +218,8 @@ class RunState:
         gone = self.placement.remove_instance(name)
         self.lagging.forget(name)
         self.migrations.forget(name)
+        if self.gate is not None:
+            self.gate.instance_gone(name)
         self._announce_instances(gone.info(alive=False))
 
     def _announce_instances(self, *gone: c.InstanceInfo) -> None:
@@ -215,13 +229,19 @@ class RunState:
         for name in self.placement.agents:
             self._say(name, message)
 
+    def _close(self, group: int) -> str:
+        """The group is in nobody's hands any more; returns the agent loop that held it."""
+        if self.gate is not None:
+            self.gate.closed(group)
+        return self.placement.close(group)
+
     def _abort(self, group: int, reason: str) -> None:
         """Take a group out of its agent loop's hands (its Release record is the caller's)."""
-        if agent := self.placement.close(group):
+        if agent := self._close(group):
             self._say(agent, c.GroupAbort(groups=[group], reason=reason))
 
     def _release(self, group: int, reason: str, detail: str = "", *, requeue: bool) -> None:
-        self.placement.close(group)
+        self._close(group)
         self._apply(self.staleness.release(group, reason, requeue=requeue, detail=detail))
 
     def _apply_all(self, records: Iterable[AnyRecord]) -> None:

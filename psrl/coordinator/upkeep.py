@@ -34,6 +34,8 @@ class Upkeep(Membership):
             if sender == self.migrations.source:
                 status.stats.waiting = 0  # its queue is being emptied: that must not keep samples from coming back
             observe(view, status.stats, status.at_s or now_s, now_s)
+            if self.gate is not None:
+                self.gate.reported(sender, status.stats)
             self.placement.changed.add(sender)
 
     def _pull_started(self, sender: str, message: c.PullStarted, now_s: float) -> None:
@@ -83,6 +85,8 @@ class Upkeep(Membership):
     def next_look_s(self) -> float:
         """When `advance` is due at the latest, event or not."""
         look_s = math.inf if not self.lagging and self.settings.migration is None else self._whole_look_s
+        if self.gate is not None:
+            look_s = min(look_s, self.gate.next_look_s)
         if not self.waiting_routes:
             return look_s
         return min(look_s, self.considered_s + self.settings.placing.check_interval_s)

@@ -34,6 +34,8 @@ class InstanceView:
     fits: int = UNLIMITED
     """Most samples that are placed here. It is what was left after the engine preempted and handed its queue back, and grows
     with each sample that leaves: what the KV cache did not hold must not come straight back."""
+    full: bool = False
+    """New groups go elsewhere: sessions wait here for room in the KV cache (see coordinator.sessions)."""
     stats: EngineStats = field(default_factory=EngineStats)
     reported_s: float = 0.0
     """When `stats` came, on the coordinator's clock."""

@@ -23,6 +23,10 @@ class Waiting:
     """Response tokens so far."""
     came_from: str = ""
     """The instance that it was at, "" if that is unknown or bygone."""
+    blocks: tuple[int, ...] = ()
+    """Names of its whole cache blocks, prompt included, if its agent loop gave them."""
+    turn: bool = False
+    """It is back from its environment and wants its next turn."""
     unbound: bool = False
     """It was moved away on purpose: no kind of stickiness holds until it is placed again."""
 

@@ -63,7 +63,7 @@ class Fleet:
                 self._leave_pool(name)
                 self._pool_of[name] = pool
                 self._pools[pool] += 1
-            self.router.update(view, free_slots(view, self.limit, self.reject_on_waiting))
+            self.router.update(view, 0 if view.full else free_slots(view, self.limit, self.reject_on_waiting))
 
     def _leave_pool(self, name: str) -> None:
         if (pool := self._pool_of.pop(name, None)) is not None:
