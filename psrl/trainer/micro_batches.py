@@ -7,7 +7,6 @@ and no collective is left waiting.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,8 +56,8 @@ def plan_micro_batches(
     in tokens of one GPU: where several share a row, of its part.
 
     A micro-batch of rows with lengths l_1 >= l_2 >= ... costs rows x l_1 (padding included), which never exceeds
-    `max_tokens`. Not `padded`: it costs the sum of its lengths, which does not, and a rank's micro-batches are as few and as
-    equal as they can be dealt. Samples of length 0 are left out. The plan depends on the arguments only.
+    `max_tokens`. Not `padded`: it costs the sum of its lengths, which does not, and a rank's micro-batches are few and, where
+    that works out, equal. Samples of length 0 are left out. The plan depends on the arguments only.
 
     `plan_micro_batches([7] * 8, 1, 8)` has 8 micro-batches of one row; `plan_micro_batches([6, 1, 1], 1, 8, padded=False)`
     has one of all. Raises ValueError for a sample longer than `max_tokens`, naming its length.
@@ -91,19 +90,29 @@ def _deal(order: Sequence[int], lengths: Sequence[int], shares: int) -> list[lis
 
 
 def _fill(dealt: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> list[list[tuple[int, ...]]]:
-    """Deal each rank's samples, longest first, to equally many micro-batches within `max_tokens`: to the smallest number for
-    which that works out on every rank, found by halving (one sample each always does)."""
+    """Cut each rank's samples, longest first, into as few micro-batches within `max_tokens` as first fit finds, as many as the
+    rank with the most has, and equal ones where that works out: they run side by side."""
+    fitted = [_first_fit(indices, lengths, max_tokens) for indices in dealt]
+    count = max(map(len, fitted))
+    filled = []
+    for indices, tight in zip(dealt, fitted, strict=True):
+        even = _deal(indices, lengths, count)
+        fits = all(sum(lengths[i] for i in batch) <= max_tokens for batch in even)
+        filled.append([tuple(batch) for batch in (even if fits else tight)])
+    return filled
 
-    def spread(count: int) -> list[list[list[int]]]:
-        return [_deal(indices, lengths, count) for indices in dealt]
 
-    def fits(count: int) -> bool:
-        return all(sum(lengths[i] for i in batch) <= max_tokens for rank in spread(count) for batch in rank)
-
-    least = max(-(-sum(lengths[i] for i in indices) // max_tokens) for indices in dealt)
-    most = max(map(len, dealt))
-    count = least + bisect_left(range(least, most), True, key=fits)
-    return [[tuple(batch) for batch in rank] for rank in spread(count)]
+def _first_fit(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each to the first micro-batch that still has room for it."""
+    batches: list[list[int]] = []
+    room = np.full(len(indices), max_tokens, dtype=np.int64)
+    for index in indices:
+        first = int((room >= lengths[index]).argmax())
+        if first == len(batches):
+            batches.append([])
+        batches[first].append(index)
+        room[first] -= lengths[index]
+    return batches
 
 
 def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int, cost: int) -> list[tuple[int, ...]]:

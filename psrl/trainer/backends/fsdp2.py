@@ -69,6 +69,8 @@ class FSDP2Backend(BackendCore):
         dtype = compute_dtype(actor.mixed_precision)
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         sharing = actor.ulysses_sequence_parallel_size
+        if sharing > 1 and actor.use_remove_padding:
+            raise ValueError(f"{UNPADDED_KEY}=True cannot be had with {SIZE_KEY}={sharing}: leave one of them out")
         rows_mesh = _rows_mesh(device, world_size, sharing) if sharing > 1 else None
         super().__init__(
             actor,
@@ -112,8 +114,6 @@ class FSDP2Backend(BackendCore):
         size = dist.get_world_size(group)
         if not self.can_share_prompts:
             raise ValueError(f"{SIZE_KEY}={size} needs full attention in every layer: use 1 for this model")
-        if self._unpadded:
-            raise ValueError(f"{UNPADDED_KEY}=True cannot be had with {SIZE_KEY}={size}: choose one of them")
         return Ulysses(self._model, group)
 
     def _leave_padding_out(self, actor: ActorConfig, dtype: torch.dtype) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -51,17 +50,16 @@ def without_padding(batch: MicroBatch, places: torch.Tensor) -> tuple[dict[str, 
     sequence is as long as the rows are wide, so nothing waits for the device to say how long it is.
     """
     assert batch.layout is None, "rows that share prompts are not one sequence each"
-    real = batch.attention_mask
-    rows, width = real.shape
-    positions = torch.arange(width, device=real.device).expand(rows, width)
-    ends = real.sum(dim=1).cumsum(0)
+    real, width = batch.attention_mask.flatten(), batch.attention_mask.shape[1]
+    kept = real.nonzero().squeeze(-1)
+    ends = batch.attention_mask.sum(dim=1).cumsum(0)
     inputs = {
-        "input_ids": batch.input_ids[real][None],
-        "position_ids": positions[real][None],
+        "input_ids": batch.input_ids.flatten()[kept][None],
+        "position_ids": (kept % width)[None],
         "cu_seq_lens_q": F.pad(ends, (1, 0)).to(torch.int32),
         "max_length_q": width,
     }
-    return inputs, (real.flatten().cumsum(0) - 1)[places]
+    return inputs, (real.cumsum(0) - 1)[places]
 
 
 def _in_one_kernel(
@@ -78,9 +76,10 @@ def _in_one_kernel(
 ) -> tuple[torch.Tensor, None]:
     """Called by the model's layers: [1, heads, tokens, d] each, key and value with fewer heads -> [1, tokens, heads, d]."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    begins, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-    out = varlen_attn(q, k, v, *begins, *longest, scale=scaling, window_size=(-1, 0), **_FEWER_KEY_HEADS)
-    return out[None], None  # type: ignore[index]
+    ends, longest = cu_seq_lens_q, max_length_q
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **_FEWER_KEY_HEADS)
+    assert isinstance(out, torch.Tensor)  # a pair only where more is asked for
+    return out[None], None
 
 
 @torch.compiler.disable  # as many operations as there are sequences
@@ -96,12 +95,11 @@ def _one_by_one(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """As `_in_one_kernel`, in any dtype and on any device."""
+    lengths = cu_seq_lens_q.diff().tolist()
     fewer = query.shape[1] != key.shape[1]
     parts = [
-        F.scaled_dot_product_attention(
-            *(x[:, :, begin:end] for x in (query, key, value)), is_causal=True, scale=scaling, enable_gqa=fewer
-        )
-        for begin, end in pairwise(cu_seq_lens_q.tolist())
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=fewer)
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
