@@ -21,6 +21,7 @@ from fsdp2_ranks import (
     train_step,
 )
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -212,6 +213,17 @@ def test_the_kernel_is_given_what_it_asks_for(monkeypatch):
         *(x[:, :, :9] for x in (q, k, v)), is_causal=True, scale=0.3, enable_gqa=True
     )
     torch.testing.assert_close(one_by_one[:, :9], first.transpose(1, 2), rtol=0, atol=0)
+
+
+def test_the_installed_torch_takes_what_the_kernel_is_given():
+    """Shapes only, forward and backward: there is no such kernel on a CPU."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, heads, 15, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        where = {"cu_seq_lens_q": torch.empty(4, dtype=torch.int32), "max_length_q": 9}
+        out, _ = unpadded._in_one_kernel(torch.nn.Module(), q, k, v, None, 0.25, **where)
+        out.sum().backward()
+    assert out.shape == (1, 15, 4, 16) and out.dtype == torch.bfloat16
+    assert all(x.grad.shape == x.shape for x in (q, k, v))
 
 
 @pytest.mark.parametrize(
