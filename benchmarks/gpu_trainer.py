@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="one more step each: where the time goes, by kernel")
     parser.add_argument("--packing", action="store_true", help="compare rows with padding and without instead")
     parser.add_argument(
-        "--budget-s", type=float, default=140.0, help="--packing: seconds after which nothing more is begun"
+        "--budget-s", type=float, default=120.0, help="--packing: seconds after which nothing more is begun"
     )
     args = parser.parse_args()
     if args.packing:

@@ -75,7 +75,7 @@ def test_log_probs_curve_and_checkpoint_are_those_of_the_cpu(actor, tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_kernel_for_sequences_of_any_lengths_is_as_near_to_the_cpu_as_rows_with_padding(compiled, recomputed):
-    """In bfloat16, which is all that the kernel takes; five steps with micro-batches of many shapes."""
+    """In bfloat16, since the kernel takes no float32; three steps with micro-batches of many shapes."""
     cpu = on("cpu")
     padded, unpadded = (
         on(
@@ -95,8 +95,8 @@ def test_the_kernel_for_sequences_of_any_lengths_is_as_near_to_the_cpu_as_rows_w
         assert found.keys() == exact.keys()
         off[name] = max(float((found[row] - values).abs().max()) for row, values in exact.items())
     assert 0 < off["unpadded"] <= max(2 * off["padded"], 0.02)
-    for step in range(5):
-        ours, other = train_step(unpadded, step, cap=(1024, 15, 30)[step % 3]), train_step(cpu, step)
+    for step, cap in enumerate((1024, 15, 30)):
+        ours, other = train_step(unpadded, step, cap=cap), train_step(cpu, step)
         assert ours["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=0.1)
         assert ours["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=0.02)
 
