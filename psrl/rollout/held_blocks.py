@@ -7,6 +7,7 @@ from itertools import islice
 
 from psrl.protocol.generation import CacheEvents
 
+
 class HeldBlocks:
     """Block names (psrl.protocol.blocks) come and go in any order and number; `news` is the net change.
 
