@@ -20,6 +20,7 @@ from psrl.protocol.generation import (
     FINISH_ABORT,
     FINISH_MIGRATED,
     FINISH_REFUSED,
+    CacheEvents,
     EngineStats,
     GenerateRequest,
     SampleRequest,
@@ -87,6 +88,9 @@ class CountingEngine:
 
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise AssertionError("nothing is pulled here")
+
+    def cache_events(self) -> CacheEvents | None:
+        return None
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.running))
