@@ -39,12 +39,12 @@ def test_the_end_of_the_least_recently_used_chain_goes_first() -> None:
 def test_a_sequence_that_leaves_makes_others_yield_but_not_its_own_beginning() -> None:
     cache = PrefixCache(4)
     cache.keep(B, room=3)
-    assert cache.keep(A, room=3) == [(1, 1), (2, 2)], "slots of what made way are used again"
+    assert cache.keep(A, room=3) == (1, [1, 2]), "slots of what made way are used again"
     assert [cache.cached(A), cache.cached(B)] == [3, 1]
-    assert cache.keep([30, 31, 32, 33], room=2) == [(0, 0), (1, 1)]
+    assert cache.keep([30, 31, 32, 33], room=2) == (0, [0, 1])
     assert [cache.cached(A), cache.cached([30, 31])] == [0, 2]
-    assert cache.keep([40], room=0) == [] and len(cache) == 0
-    assert cache.keep([40], room=-1) == []
+    assert cache.keep([40], room=0) == (0, []) and len(cache) == 0
+    assert cache.keep([40], room=-1) == (0, [])
 
 
 class Walk(RuleBasedStateMachine):
@@ -79,9 +79,10 @@ class Walk(RuleBasedStateMachine):
         )  # fmt: skip
 
     def keep(self) -> None:
-        for row, number, slot in self.scheduler.keep(self.left):
-            self.slots[slot] = self.rows[row][number * self.size : (number + 1) * self.size]
-            assert len(self.slots[slot]) == self.size
+        for row, first, slots in self.scheduler.keep(self.left):
+            for number, slot in enumerate(slots, first):
+                self.slots[slot] = self.rows[row][number * self.size : (number + 1) * self.size]
+                assert len(self.slots[slot]) == self.size
         self.left.clear()
 
     def depart(self, departures: Departures) -> None:

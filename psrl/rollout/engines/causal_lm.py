@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from psrl.rollout.engines.kv_cache import SlotCache
-from psrl.rollout.engines.prefix_cache import BlockCopy
+from psrl.rollout.engines.prefix_cache import BlockRun
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
@@ -112,11 +112,11 @@ class CachedCausalLM:
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         self._cache.copy_rows(moves, length)
 
-    def store_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        self._cache.store_blocks(copies)
+    def store_blocks(self, runs: Sequence[BlockRun]) -> None:
+        self._cache.store_blocks(runs)
 
-    def restore_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        self._cache.restore_blocks(copies)
+    def restore_blocks(self, runs: Sequence[BlockRun]) -> None:
+        self._cache.restore_blocks(runs)
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """Additive mask [n, 1, q, length] of queries at `positions` [n, q]; one per kind of attention layer where the model

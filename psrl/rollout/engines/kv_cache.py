@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from psrl.rollout.engines.block_store import BlockStore
-from psrl.rollout.engines.prefix_cache import BlockCopy
+from psrl.rollout.engines.prefix_cache import BlockRun
 
 LENGTH_CHUNK = 64
 
@@ -163,17 +163,15 @@ class SlotCache(Cache):
         for layer in self._slots:
             layer.copy_rows(sources, destinations, length)
 
-    def store_blocks(self, copies: Sequence[BlockCopy]) -> None:
+    def store_blocks(self, runs: Sequence[BlockRun]) -> None:
         """Copy blocks of rows to the store."""
-        if copies:
-            self._store.take(self._slots, copies)
+        self._store.take(self._slots, runs)
 
-    def restore_blocks(self, copies: Sequence[BlockCopy]) -> None:
+    def restore_blocks(self, runs: Sequence[BlockRun]) -> None:
         """Copy blocks of the store to rows."""
-        if copies:
-            size = self._store.block_size
-            self._reserve(max(c[0] for c in copies) + 1, size * (max(c[1] for c in copies) + 1))
-            self._store.give(self._slots, copies)
+        for run in runs:
+            self._reserve(run.row + 1, self._store.block_size * (run.first + len(run.slots)))
+        self._store.give(self._slots, runs)
 
     def release(self) -> None:
         """Give all memory back, and with it what every row and the store hold."""

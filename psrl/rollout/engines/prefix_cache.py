@@ -10,23 +10,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from psrl.rollout.held_blocks import HeldBlocks
 
-BlockCopy = tuple[int, int, int]
-"""(row, number of a block in it, slot)."""
+
+class BlockRun(NamedTuple):
+    """Blocks that follow one another in a row, and the slots that they are copied to or from."""
+
+    row: int
+    first: int
+    """Number of the first block: it begins at token `first * block_size`."""
+    slots: list[int]
 
 
 class PrefixCache:
     """Names of blocks and the slots that hold them. A block without the ones before it can never be hit, so those outlive it.
 
     >>> cache = PrefixCache(block_size=16)
-    >>> cache.keep([10, 11, 12], room=3)  # (number of the block in the sequence, slot to copy it to)
-    [(0, 0), (1, 1), (2, 2)]
+    >>> cache.keep([10, 11, 12], room=3)  # (number of the first block to copy, slots)
+    (0, [0, 1, 2])
     >>> cache.hit([10, 11, 99])
     [0, 1]
     >>> cache.keep([10, 20], room=3)  # the last block of the other chain yields its slot
-    [(1, 2)]
+    (1, [2])
     """
 
     def __init__(self, block_size: int) -> None:
@@ -49,20 +56,17 @@ class PrefixCache:
         """Slots of these blocks, from the first to the last that is here; they count as used. Valid until the next `keep`."""
         return self._use(names[: self.cached(names)])
 
-    def keep(self, names: Sequence[int], room: int) -> list[tuple[int, int]]:
-        """A sequence with these blocks leaves: its first `room` blocks stay, and others make way for them. Returns what is
-        to be copied, (number of the block, slot): blocks that were not here yet."""
+    def keep(self, names: Sequence[int], room: int) -> tuple[int, list[int]]:
+        """A sequence with these blocks leaves: its first `room` blocks stay, and others make way for them. Returns how many of
+        them were here, and the slots that the others are to be copied to."""
         names = names[: max(0, room)]
         known = self.cached(names)
         self._use(names[:known])
         self.shrink(room - (len(names) - known))
-        copies = []
-        for number in range(known, len(names)):
-            slot = self._slots[names[number]] = self._free.pop() if self._free else len(self._slots)
-            copies.append((number, slot))
-        self._use(names)
+        for name in names[known:]:
+            self._slots[name] = self._free.pop() if self._free else len(self._slots)
         self.held.store(names[known:])
-        return copies
+        return known, self._use(names)[known:]
 
     def shrink(self, room: int) -> None:
         """Evict until at most `room` blocks are left."""

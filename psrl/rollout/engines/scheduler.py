@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from psrl.protocol.blocks import ROOT, block_names
 from psrl.protocol.generation import SamplingParams
-from psrl.rollout.engines.prefix_cache import BlockCopy, PrefixCache
+from psrl.rollout.engines.prefix_cache import BlockRun, PrefixCache
 
 HEADROOM_TOKENS = 16
 """Growth reserved for each running sequence at admission: without it a full cache would admit a sequence only to
@@ -199,18 +199,14 @@ class Scheduler:
         self._make_room()
         return Departures(left, moves)
 
-    def keep(self, left: Iterable[tuple[int, Sequence]]) -> list[BlockCopy]:
+    def keep(self, left: Iterable[tuple[int, Sequence]]) -> list[BlockRun]:
         """Cache the whole blocks of what has left, as far as there is room. Returns what is to be copied: the rows must still
         be as they were left."""
         if self.cache is None:
             return []
         size = self.cache.block_size
         room = (self.kv_cache_tokens - self.kv_tokens) // size
-        return [
-            (row, number, slot)
-            for row, sequence in left
-            for number, slot in self.cache.keep(sequence.whole_blocks(size), room)
-        ]
+        return [BlockRun(row, *self.cache.keep(sequence.whole_blocks(size), room)) for row, sequence in left]
 
     def _make_room(self) -> None:
         if self.cache is not None:

@@ -25,6 +25,7 @@ from psrl.protocol.generation import (
 )
 from psrl.protocol.samples import VersionSpan
 from psrl.rollout.engines.causal_lm import CachedCausalLM
+from psrl.rollout.engines.prefix_cache import BlockRun
 from psrl.rollout.engines.requests import budget, last_chunk, refusals, request_fault
 from psrl.rollout.engines.sampling import sample
 from psrl.rollout.engines.scheduler import Admission, Departures, Scheduler, Sequence
@@ -82,6 +83,8 @@ class TorchEngine:
             self._model, max_rows=max_num_seqs, max_length=max_model_len, block_size=block, device=device
         )
         self._scheduler = Scheduler(max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens, block_size=block)
+        self._stores = self._tells
+        """Blocks are copied; before that, only their names are kept. A run that asks for each prompt once never needs more."""
         self._left: list[tuple[int, Sequence]] = []
         """Who left a row that is still as it was: its blocks are cached before that changes, but not if weights change first."""
         self._ready: list[TokenChunk] = []
@@ -180,6 +183,8 @@ class TorchEngine:
         self._depart(self._scheduler.preempt())
         self._keep_blocks()
         admissions, more_to_prefill = self._scheduler.admit(PREFILL_TOKENS)
+        if not self._stores and any(a.cached for a in admissions):
+            admissions = self._begin_to_store(admissions)
         if admissions:
             begun = time.perf_counter()
             self._prefill(admissions)
@@ -195,7 +200,7 @@ class TorchEngine:
         own = [a for a in admissions if a.donor_row is None]
         self._prompt_tokens += sum(len(a.sequence.token_ids) - a.num_cached for a in own)
         self._prefix_hit_tokens += sum(a.num_cached for a in own)
-        self._lm.restore_blocks([(a.row, number, slot) for a in own for number, slot in enumerate(a.cached)])
+        self._lm.restore_blocks([BlockRun(a.row, 0, a.cached) for a in own if a.cached])
         to_compute = [a for a in own if a.num_to_prefill]
         for batch in pack_by_length([a for a in to_compute if not a.num_cached], PREFILL_TOKENS):
             self._lm.prefill([a.row for a in batch], [a.sequence.token_ids[:-1] for a in batch])
@@ -256,8 +261,17 @@ class TorchEngine:
     def _keep_blocks(self) -> None:
         """Cache what has left, before its rows are used again."""
         if self._left:
-            self._lm.store_blocks(self._scheduler.keep(self._left))
+            runs = self._scheduler.keep(self._left)
+            if self._stores:
+                self._lm.store_blocks(runs)
             self._left.clear()
+
+    def _begin_to_store(self, admissions: list[Admission]) -> list[Admission]:
+        """These would have hit what has left before: from now on it is worth its copies."""
+        self._stores = True
+        assert self._scheduler.cache is not None
+        self._scheduler.cache.clear()
+        return [Admission(a.sequence, a.row, a.donor_row) for a in admissions]
 
     @torch.inference_mode()
     def cache_events(self) -> CacheEvents | None:
