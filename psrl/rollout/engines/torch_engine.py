@@ -60,7 +60,9 @@ class TorchEngine:
     ) -> None:
         """`model` belongs to the engine from now on: it is moved, frozen and overwritten by `update_weights`.
 
-        `block_size`: tokens of a block in which `cache_events` tells what the prefix cache holds; 0: it tells nothing. Raises ValueError for limits that cannot work and for a model that cannot be decoded here.
+        `block_size`: tokens of a block in which `cache_events` tells what the prefix cache holds; 0: it tells nothing.
+
+        Raises ValueError for limits that cannot work and for a model that cannot be decoded here.
         """
         if max_num_seqs < 1 or max_model_len < 2:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be >= 1 and max_model_len={max_model_len} must be >= 2")
