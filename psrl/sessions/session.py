@@ -89,7 +89,7 @@ class _Hearing:
         cut = (VersionSpan(s.start, min(s.end, had + count), s.version) for s in part.spans)
         self.tokens.spans += [span for span in cut if span.end > span.start]
         self.tokens.finish = FINISH_STOP if self.text.stopped else part.finish
-        if self.on_delta is not None:
+        if self.on_delta is not None and count:
             self.on_delta(Delta(self.text.fresh(), part.token_ids[:count], part.logprobs[:count]))
         if self.text.stopped:
             self.stop()
