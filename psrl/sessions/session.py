@@ -95,8 +95,10 @@ class _Hearing:
             self.stop()
 
     def hear_rest(self, whole: TurnTokens) -> None:
-        """The turn as it ended; what was heard of it in parts is not heard again."""
+        """The turn as it ended; what was heard of it in parts is not heard again. ValueError if it is not how it began."""
         had = len(self.tokens.token_ids)
+        if whole.token_ids[:had] != self.tokens.token_ids:
+            raise ValueError("a turn ended with other tokens than it was told in parts")
         spans = [VersionSpan(max(s.start, had), s.end, s.version) for s in whole.spans if s.end > had]
         self.hear(TurnTokens(whole.token_ids[had:], whole.logprobs[had:], spans, whole.finish))
         if not self.text.stopped and self.text.end():

@@ -233,6 +233,7 @@ def test_an_answer_that_was_lost_is_given_again(tokenizer: ChatTokenizer, chat_s
                         model="x",
                         messages=[user("Hi")],
                         stream=chat_stream,
+                        logprobs=True,
                         extra_headers={"x-stainless-retry-count": count},
                     )
                     message = (

@@ -158,43 +158,44 @@ def test_who_waits_too_long_is_told_to_come_again(tokenizer: ChatTokenizer) -> N
     run(scenario)
 
 
-async def cancelled(session: Session, maker: ScriptedMaker) -> None:
+async def cancel(session: Session, maker: ScriptedMaker) -> None:
     turn = asyncio.create_task(session.chat(ask("Hi")))
     await until(lambda: maker.running == 1)
     turn.cancel()
     await turn
 
 
-async def timed_out(session: Session, maker: ScriptedMaker) -> None:
+async def wait(session: Session, maker: ScriptedMaker) -> None:
     session.limits = replace(session.limits, turn_timeout_s=0.01)
     try:
         await session.chat(ask("Hi"))
     finally:
-        session.limits = replace(session.limits, turn_timeout_s=DEADLINE_S)
+        session.limits = SessionLimits()
 
 
-async def broken(session: Session, maker: ScriptedMaker) -> None:
-    maker.script = iter([OSError("no instance"), *maker.script])
+async def ask_only(session: Session, maker: ScriptedMaker) -> None:
     await session.chat(ask("Hi"))
 
 
-FAILURES = [(cancelled, asyncio.CancelledError), (timed_out, TurnTimeoutError), (broken, OSError)]
+FAILURES = [
+    ([5, NEVER], cancel, asyncio.CancelledError),
+    ([5, NEVER], wait, TurnTimeoutError),
+    (OSError("no instance"), ask_only, OSError),
+]
 
 
-@pytest.mark.parametrize(("fail", "error"), FAILURES)
-def test_a_turn_that_fails_leaves_no_trace(tokenizer: ChatTokenizer, fail: Any, error: type[BaseException]) -> None:
+@pytest.mark.parametrize(("entry", "fail", "error"), FAILURES)
+def test_a_turn_that_fails_leaves_no_trace(
+    tokenizer: ChatTokenizer, entry: Any, fail: Any, error: type[BaseException]
+) -> None:
     async def scenario() -> None:
-        script = [] if fail is broken else [[NEVER]]
-        maker = ScriptedMaker([[5, END], *script, [6, END]])
+        maker = ScriptedMaker([[5, END], entry, [6, END]])
         session = new_session(tokenizer, maker)
         first = await session.chat(ask("Hi"))
-        maker_script = list(maker.script)
-        maker.script = iter(maker_script)
         with pytest.raises(error):
             await fail(session, maker)
         assert (session.failed_turns, session.capture.num_turns, maker.running, session.busy) == (1, 1, 0, False)
-        follow = ChatRequest(messages=[user("Hi"), first.message, user("More")])
-        await session.chat(follow)
+        await session.chat(ChatRequest(messages=[user("Hi"), first.message, user("More")]))
         (branch,) = session.capture.branches()
         sample = session.capture.arrays(branch)
         assert sample.prompt_ids + sample.response_ids == [*maker.requests[-1].prompt_ids, 6, END]
@@ -216,6 +217,22 @@ def test_a_repeated_request_gets_the_same_answer_only_if_it_says_so(tokenizer: C
             END,
         ]  # what is retried is the failed one
         assert len(session.capture.branches()) == session.capture.num_turns == 3
+
+    run(scenario)
+
+
+def test_a_maker_that_takes_back_what_it_told_is_not_believed(tokenizer: ChatTokenizer) -> None:
+    class Fickle(ScriptedMaker):
+        async def turn(self, request: Any, on_tokens: Any = None) -> Any:
+            whole = await super().turn(request, on_tokens)
+            whole.token_ids[0] += 1
+            return whole
+
+    async def scenario() -> None:
+        session = new_session(tokenizer, Fickle([[5, END]]))
+        with pytest.raises(ValueError, match="other tokens than it was told"):
+            await session.chat(ask("a"))
+        assert session.capture.num_turns == 0
 
     run(scenario)
 
