@@ -31,7 +31,7 @@ ALLOWED = {
     "rollout/partial.py": {"protocol"},
     "rollout/group_work.py": {"rollout", "protocol"},
     "rollout/status_reports.py": {"protocol"},
-    "sessions": {"sessions", "protocol", "models", "config"},
+    "sessions": {"sessions", "protocol", "models", "config", "rundir"},
     "weights/plan.py": {"weights", "protocol"},
     "weights/store.py": {"weights"},
     "trainer/micro_batches.py": {"algorithms"},
