@@ -14,6 +14,9 @@ from starlette.types import ASGIApp
 
 log = logging.getLogger(__name__)
 POLL_S = 0.01
+KEEP_ALIVE_S = 120
+"""An idle connection is kept for longer than clients keep theirs (5 s is usual): the end that closes must be the one that will not
+send a request at the same moment."""
 STOP_MARGIN_S = 10.0
 
 
@@ -43,7 +46,7 @@ class SessionServer:
         self.url = f"http://{host}:{self.port}"
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False, server_header=False,
-            backlog=2048,
+            backlog=2048, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         self._config = config
         self._server = _Server(config)

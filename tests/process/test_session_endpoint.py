@@ -443,6 +443,24 @@ def test_a_body_that_does_not_come_is_given_up(tokenizer: ChatTokenizer) -> None
     run(scenario)
 
 
+def test_a_connection_outlives_the_environment(tokenizer: ChatTokenizer) -> None:
+    """Clients give up idle connections after 5 s; a server that did so too would now and then close one that is being used."""
+
+    async def scenario() -> None:
+        async with served(tokenizer, lambda: [[5, END], [6, END]]) as here:
+            session_id = await here.new_session()
+            reader, writer = await asyncio.open_connection("127.0.0.1", here.server.port)
+            body = json.dumps(CHAT).encode()
+            for pause_s in (5.5, 0):
+                writer.write(request_head(session_id, len(body)) + body)
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                await reader.readuntil(b"}}")
+                await asyncio.sleep(pause_s)
+            writer.close()
+
+    run(scenario)
+
+
 def test_the_server_stops_in_the_middle_of_turns(tokenizer: ChatTokenizer) -> None:
     async def scenario() -> None:
         async with served(tokenizer, lambda: [[NEVER]]) as here:
