@@ -103,6 +103,13 @@ class Account:
         weight = self.settings.env_token_weight if was_away else 1.0
         return weight * session.tokens - shared + self.settings.buffer_per_session
 
+    def after(self, session: Session) -> float:
+        """What would remain if a session that is away here generated again; less than now if those away count for less."""
+        self.remove(session)
+        remaining = self.remaining - self.needs(session)
+        self.add(session)
+        return remaining
+
     def group_needs(self, prompt_tokens: int, samples: int) -> float:
         """What a new group would take at its start."""
         return prompt_tokens + samples * self.settings.buffer_per_session

@@ -177,7 +177,11 @@ class SessionGate:
                 self.table.answer(session)
                 yield waiting, None
             elif self._may_go(session, view):
-                yield waiting, view
+                if self._fits(session, view):
+                    yield waiting, view
+                else:
+                    self.table.hang(session)
+                    self.counters["sessions/hung"] += 1
 
     def _continue(self, names: list[str]) -> Iterator[tuple[Waiting, InstanceView | None]]:
         """Those that are hung and fit again. Whoever is back goes before those whose room is only to be kept."""
@@ -250,32 +254,38 @@ class SessionGate:
     # ---- who else may come -----------------------------------------------------------------------------------
 
     def own_place(self, waiting: Waiting, chosen: InstanceView | None) -> InstanceView | None:
-        """Where a sample goes that routing would send to `chosen`: there if it fits, else where its tokens count already,
-        else there all the same."""
+        """Where a sample goes that routing would send to `chosen`: there if it fits, else where its tokens count already. If
+        it can go to neither, one between two turns is hung; one in the middle of a turn goes there all the same."""
         session = self.table.get((waiting.group, waiting.sample))
-        if session is None:
+        if session is None or session.state == HUNG:
             return chosen
-        if chosen is not None:
-            account = self.table.place(chosen.name).account
-            if chosen.name == session.instance or account.needs(session) <= account.remaining:
-                return chosen
         home = self.placement.instances.get(session.instance)
-        if home is not None and session.state != HUNG and self._may_go(session, home):
-            return home
+        for view in (chosen, home):
+            if view is not None and self._may_go(session, view) and self._fits(session, view):
+                return view
+        if session.state == AWAY:
+            self.table.hang(session)
+            self.counters["sessions/hung"] += 1
+            return None
         return chosen or self._roomiest(session)
+
+    def _fits(self, session: Session, view: InstanceView) -> bool:
+        """One that generates fits where it is, whatever remains: its tokens count there already."""
+        account = self.table.place(view.name).account
+        if view.name != session.instance:
+            return account.idle or account.needs(session) <= account.remaining
+        return session.state == GENERATING or account.sessions == 1 or account.after(session) >= 0
 
     def _roomiest(self, session: Session) -> InstanceView | None:
         """Of the instances that are full for others, the one with the most room, if this one fits there."""
         views = [view for view in self.placement.instances.values() if self._may_go(session, view)]
         rooms = [(self._room(view.name).remaining, view.name) for view in views]
-        remaining, name = max(rooms, default=(0.0, ""))
-        account = self.table.place(name).account
-        return (
-            self.placement.instances[name] if name and (account.idle or account.needs(session) <= remaining) else None
-        )
+        _, name = max(rooms, default=(0.0, ""))
+        view = self.placement.instances.get(name)
+        return view if view is not None and self._fits(session, view) else None
 
     def holds(self, waiting: Waiting) -> bool:
-        """Whether it was hung after it had passed the gate and before routing had a place for it."""
+        """Whether it was hung after it had passed the gate, since routing had no place for it at once."""
         session = self.table.get((waiting.group, waiting.sample))
         return session is not None and session.state == HUNG
 
