@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator_run import Run, done, of, restarted
+from coordinator_run import Run, done, restarted
 
 from psrl.coordinator.placing import PlacingSettings, PromptFacts
 from psrl.coordinator.sessions.session import Key
@@ -189,8 +189,8 @@ class Sessions:
         self.starts += 1
         self.alive[instance] = -1
         self.hear(self.run.instance(instance, endpoint=f"tcp://{instance}/{self.starts}"))
-        self.pull(instance)
         self.report(instance)
+        self.pull(instance)
 
     def leave(self, instance: str) -> None:
         self.tell("node", c.Leave(children=[instance], reason="preempted", grace_s=30.0))
@@ -228,8 +228,8 @@ class Sessions:
         for name, version in versions.items():
             self.alive[name] = version
             self.hear(self.run.instance(name, version=version, endpoint=f"tcp://{name}/again"))
-            self.pull(name)
             self.report(name)
+            self.pull(name)
         self.hello()
 
     def train(self) -> None:
