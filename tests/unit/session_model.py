@@ -277,4 +277,5 @@ class Sessions:
                     self.end_turn(key, 10)
             self.train()
             self.pass_time(2.0)
-        raise AssertionError(f"never end: {[(k, self.samples[k]) for k in here & self.samples.keys()]}")
+        never = {key: self.samples[key] for key in sorted(here & self.samples.keys())}
+        raise AssertionError(f"never end: {never}; {self.run.core.placement.instances}; {list(self.run.core.waiting_routes)}")
