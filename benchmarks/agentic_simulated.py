@@ -20,7 +20,7 @@ from psrl.simulate.compose import compose_simulation
 from psrl.simulate.result import Result
 
 RESULTS = Path(__file__).parent / "results" / "2026-11-30-simulated-agentic.txt"
-GROUPS, SAMPLES, INSTANCES = 64, 8, 64
+GROUPS, SAMPLES, INSTANCES = 128, 8, 64
 ROUTING = "psrl.rollout_coordination.routing_strategy"
 THUNDER = "psrl.rollout_coordination.session_strategy.thunder_agent"
 STICKY = f"{ROUTING}.enable_trajectory_sticky=True"

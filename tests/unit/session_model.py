@@ -278,4 +278,6 @@ class Sessions:
             self.train()
             self.pass_time(2.0)
         never = {key: self.samples[key] for key in sorted(here & self.samples.keys())}
-        raise AssertionError(f"never end: {never}; {self.run.core.placement.instances}; {list(self.run.core.waiting_routes)}")
+        raise AssertionError(
+            f"never end: {never}; {self.run.core.placement.instances}; {list(self.run.core.waiting_routes)}"
+        )

@@ -255,7 +255,8 @@ class SessionGate:
 
     def own_place(self, waiting: Waiting, chosen: InstanceView | None) -> InstanceView | None:
         """Where a sample goes that routing would send to `chosen`: there if it fits, else where its tokens count already. If
-        it can go to neither, one between two turns is hung; one in the middle of a turn goes there all the same."""
+        it can go to neither, one between two turns is hung. One in the middle of a turn never waits for KV: it would wait in
+        front of those that hold what it waits for."""
         session = self.table.get((waiting.group, waiting.sample))
         if session is None or session.state == HUNG:
             return chosen
@@ -277,12 +278,9 @@ class SessionGate:
         return session.state == GENERATING or account.sessions == 1 or account.after(session) >= 0
 
     def _roomiest(self, session: Session) -> InstanceView | None:
-        """Of the instances that are full for others, the one with the most room, if this one fits there."""
+        """Of the instances that may take it, full or not, the one with the most room."""
         views = [view for view in self.placement.instances.values() if self._may_go(session, view)]
-        rooms = [(self._room(view.name).remaining, view.name) for view in views]
-        _, name = max(rooms, default=(0.0, ""))
-        view = self.placement.instances.get(name)
-        return view if view is not None and self._fits(session, view) else None
+        return max(views, key=lambda view: (self._room(view.name).remaining, view.name), default=None)
 
     def holds(self, waiting: Waiting) -> bool:
         """Whether it was hung after it had passed the gate, since routing had no place for it at once."""
