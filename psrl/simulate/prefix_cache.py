@@ -55,10 +55,8 @@ class Blocks:
 class PrefixCache:
     """
     >>> cache = PrefixCache(Blocks(16))
-    >>> cache.hold([1, 2]); cache.release([1, 2, 3]); cache.hits([1, 2, 3, 4])
+    >>> cache.hold([1, 2]); cache.release([1, 2, 3]); cache.shrink(2); cache.hold([1, 2, 3, 4])
     0
-    3
-    >>> cache.shrink(2); cache.hits([1, 2, 3, 4])
     2
     """
 
@@ -73,48 +71,44 @@ class PrefixCache:
         self._removed: dict[int, None] = {}
         self._stored: dict[int, None] = {}
 
-    def hits(self, names: Sequence[int]) -> int:
-        """How many of the first blocks are here."""
-        count = 0
-        for name in names:
-            if name not in self._held and name not in self._unused:
-                break
-            count += 1
-        return count
-
     def holds(self, name: int) -> bool:
         """Whether a running sample holds the block."""
         return name in self._held
 
     def hold(self, names: Sequence[int]) -> int:
         """A sample begins to run with these blocks; returns how many of the first were here."""
-        hits = self.hits(names)
+        held, unused, stored = self._held, self._unused, self._stored
+        hits, all_here = 0, True
         for name in names:
-            if name in self._held:
-                self._held[name] += 1
+            if name in held:
+                held[name] += 1
                 self.shared_blocks += 1
             else:
-                self._held[name] = 1
-                if name in self._unused:
-                    del self._unused[name]
+                held[name] = 1
+                if name in unused:
+                    del unused[name]
                 else:
-                    self._stored[name] = None
+                    stored[name] = None
+                    all_here = False
+            hits += all_here
         return hits
 
     def release(self, names: Sequence[int]) -> None:
         """It leaves with these, of which the last ones may be new."""
+        held, unused, stored = self._held, self._unused, self._stored
         for name in reversed(names):
-            count = self._held.get(name, 0)
+            count = held.get(name, 0)
             if count > 1:
-                self._held[name] = count - 1
+                held[name] = count - 1
                 self.shared_blocks -= 1
                 continue
             if count:
-                del self._held[name]
-            elif name not in self._unused:
-                self._stored[name] = None
-            self._unused.pop(name, None)
-            self._unused[name] = None
+                del held[name]
+            elif name in unused:
+                del unused[name]  # and last again
+            else:
+                stored[name] = None
+            unused[name] = None
 
     def shrink(self, most: int) -> None:
         """Keep no more than `most` blocks that nobody runs with."""
