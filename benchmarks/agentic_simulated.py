@@ -1,16 +1,18 @@
 """What routing by prefix and the session strategy bring to agents of many turns, simulated: 64 instances, KV caches that are
 short and that are not.
 
-    python benchmarks/agentic_simulated.py [--steps N] [--save]
+    python benchmarks/agentic_simulated.py [--steps N] [--jobs N] [--save]
 
 Decode costs are the published coefficients of qwen_32b on two GPUs an instance (TP2); prefill follows from them. Everything
-else that is assumed is in `ASSUMED` and `WORKLOADS`. Nothing here was measured. One core; the figures do not depend on it.
+else that is assumed is in `ASSUMED` and `WORKLOADS`. Nothing here was measured. A simulation takes one core for a minute or
+two; the figures do not depend on it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +48,7 @@ ASSUMED = [
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=65536",
     "gen_actor_rollout_ref.rollout.max_model_len=65536",
     "algorithm.rollout_correction.rollout_is=token",
-    f"{ROUTING}.cache_aware_policy.block_size=128",
+    f"{ROUTING}.cache_aware_policy.block_size=256",
     "simulation.costs.cost_model=qwen_32b",
     "simulation.costs.train_s_per_token=0",
     "simulation.costs.push_s=2",
@@ -130,7 +132,8 @@ def row(name: str, result: Result, default: Result) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="steps that count, after two that warm up")
+    parser.add_argument("--steps", type=int, default=2, help="steps that count, after two that warm up")
+    parser.add_argument("--jobs", type=int, default=1, help="simulations at a time")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} too")
     args = parser.parse_args()
     lines = [
@@ -139,19 +142,19 @@ def main() -> int:
         *(f"  {line}" for line in ASSUMED),
         "busy, prefill: shares of the instances' time. hung: times that a session was. length: of what trained.",
     ]
-    for workload in WORKLOADS:
-        lines += [
-            "",
-            f"{workload.turns} turns of about {TURN_TOKENS} tokens, {workload.kv_tokens:,} tokens of KV an instance: room for "
-            f"{workload.fits:.1f} of {2 * GROUPS * SAMPLES / INSTANCES:.0f} samples in flight",
-            HEAD,
-        ]
-        default: Result | None = None
-        for name, setting in SETTINGS.items():
-            result = run(workload, setting, args.steps)
-            default = default or result
-            lines.append(row(name, result, default))
-            print(workload, lines[-1], file=sys.stderr, flush=True)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        started = {(w, name): pool.submit(run, w, s, args.steps) for w in WORKLOADS for name, s in SETTINGS.items()}
+        for workload in WORKLOADS:
+            lines += [
+                "",
+                f"{workload.turns} turns of about {TURN_TOKENS} tokens, {workload.kv_tokens:,} tokens of KV an instance: room for "
+                f"{workload.fits:.1f} of {2 * GROUPS * SAMPLES / INSTANCES:.0f} samples in flight",
+                HEAD,
+            ]
+            default = started[workload, next(iter(SETTINGS))].result()
+            for name in SETTINGS:
+                lines.append(row(name, started[workload, name].result(), default))
+                print(workload, lines[-1], file=sys.stderr, flush=True)
     print("\n".join(lines))
     if args.save:
         RESULTS.write_text("\n".join(lines) + "\n")
