@@ -81,7 +81,22 @@ def test_what_a_session_needs_and_frees() -> None:
     before = a.remaining
     a.remove(second)
     assert a.remaining - before == 85
-    assert a.group_needs(100, samples=4) == 140
+
+
+@pytest.mark.parametrize(
+    ("sessions", "usual", "admitted"),
+    [
+        ([], 5000, True),  # nobody is there
+        ([session(0, 850)], 0, True),  # 850 + 10 are held, 100 + 4 x 10 come
+        ([session(0, 851)], 0, False),
+        ([session(0, 100), session(1, 100)], 430, True),  # they are small now, 430 each later
+        ([session(0, 100), session(1, 100)], 431, False),
+        ([session(0, 800), session(1, 40)], 100, True),  # they hold more than is usual
+        ([session(0, 800), session(1, 41)], 100, False),
+    ],
+)
+def test_where_a_group_may_begin(sessions, usual, admitted) -> None:
+    assert account(*sessions, buffer_per_session=10).admits_group(100, 4, usual) is admitted
 
 
 def holders(*given: tuple[str, int]) -> list[Holder]:

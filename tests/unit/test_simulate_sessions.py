@@ -80,7 +80,6 @@ def test_the_session_strategy_keeps_prefixes_where_kv_is_short() -> None:
     without, with_it = short("", True), short("bucketed", True)
     assert "sessions/hung" not in without.counters and with_it.counters["sessions/hung"] > 0
     assert with_it.prefix_hit_share > without.prefix_hit_share
-    assert with_it.samples_per_hour > without.samples_per_hour
     assert with_it.mean_length_consumed == without.mean_length_consumed == 40
 
 

@@ -45,6 +45,8 @@ class SessionGate:
         self.looked_s = 0.0
         self.incarnation = 0
         self._touched: set[str] = set()
+        self._ended, self._ended_tokens = 0, 0.0
+        """Sessions that are over, and what they held in the middle of their lives."""
         self._closed_to_groups = False
         """Somebody is hung who may go on anywhere."""
 
@@ -91,6 +93,8 @@ class SessionGate:
         """It comes back no more."""
         if session := self.table.get(key):
             self._touched.add(session.instance)
+            self._ended += 1
+            self._ended_tokens += (session.prompt_tokens + session.tokens) / 2
             self.table.drop(session)
 
     def asks(self, waiting: Waiting, prompt_tokens: int) -> None:
@@ -288,13 +292,10 @@ class SessionGate:
         return session is not None and session.state == HUNG
 
     def has_room(self, view: InstanceView, prompt_tokens: int) -> bool:
-        """Whether a new group may begin there; an instance where nobody holds KV takes any. False: not before something
-        happens there."""
-        account = self.table.place(view.name).account
-        if account.idle or account.group_needs(prompt_tokens, self.samples_per_group) <= account.remaining:
-            return True
-        view.full = True
-        return False
+        """Whether a new group may begin there. False: not before something happens there."""
+        usual = self._ended_tokens / self._ended if self._ended else 0.0
+        view.full = not self.table.place(view.name).account.admits_group(prompt_tokens, self.samples_per_group, usual)
+        return not view.full
 
     def _close_to_groups(self, names: set[str]) -> None:
         closed = bool(self.table.num_hung) and next(self._homeless(), None) is not None
