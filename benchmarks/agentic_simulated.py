@@ -33,7 +33,6 @@ SETTINGS = {
     "cache_aware_v1": [CACHE_AWARE],
     "cache_aware_v1, sticky": [CACHE_AWARE, STICKY],
     "  + ThunderAgent": [CACHE_AWARE, STICKY, f"{THUNDER}.enable=True"],
-    "ThunderAgent, global": [CACHE_AWARE, f"{THUNDER}.enable=True", f"{THUNDER}.continue_scope=global"],
 }
 ASSUMED = [
     "preset=cluster",
@@ -85,13 +84,7 @@ class Workload:
         return self.kv_tokens / (4096 + (TURN_TOKENS + 600) * self.turns / 2)
 
 
-WORKLOADS = [
-    Workload(20, 60_000),
-    Workload(20, 120_000),
-    Workload(20, 300_000),
-    Workload(8, 60_000),
-    Workload(40, 120_000),
-]
+WORKLOADS = [Workload(30, 150_000), Workload(30, 300_000), Workload(10, 300_000)]
 
 
 def run(workload: Workload, setting: list[str], steps: int, warmup: int = 2) -> Result:
