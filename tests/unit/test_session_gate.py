@@ -205,6 +205,14 @@ def test_a_group_that_is_closed_leaves_nothing_behind() -> None:
     run.core.gate.table.check()
 
 
+def test_a_place_that_was_given_up_unused_is_kept_for_the_prompt() -> None:
+    run = begun(groups=2)
+    ends(run, 0, 0)
+    assert run.core.gate is not None
+    assert run.core.gate.table.place("i0").account.remaining == 800
+    assert comes_back(run, 0, PROMPT) == [(0, "i0")]
+
+
 def test_without_the_strategy_a_turn_goes_back_to_where_it_was() -> None:
     run = Run(buffer_entries=2, staleness=0, samples_per_group=1, placing=PlacingSettings(trajectory_sticky=True))
     run.trainer()
