@@ -45,6 +45,9 @@ class SessionGate:
         self.looked_s = 0.0
         self.incarnation = 0
         self._touched: set[str] = set()
+        """Instances that something happened to since the last look,"""
+        self._asked: set[Key] = set()
+        """and sessions that came back since then."""
         self._ended, self._ended_tokens = 0, 0.0
         """Sessions that are over, and what they held in the middle of their lives."""
         self._closed_to_groups = False
@@ -106,6 +109,7 @@ class SessionGate:
         self.table.set_tokens(session, tokens)
         self.table.ask(session, waiting)
         self._touched.add(session.instance)
+        self._asked.add(session.key)
 
     def closed(self, group: int) -> None:
         self._touched.update(self.table.close(group))
@@ -119,6 +123,7 @@ class SessionGate:
         hung = self.table.num_hung
         self.table.forget(name)
         self.counters["sessions/hung"] += self.table.num_hung - hung
+        self.looked_s = -math.inf  # its sessions may go to any other one
 
     def reported(self, name: str, stats: EngineStats) -> None:
         self.table.place(name).account.report(stats.kv_capacity_tokens, stats.kv_tokens)
@@ -145,18 +150,18 @@ class SessionGate:
         if now_s >= self.looked_s + self.settings.check_interval_s:
             self.looked_s = now_s
             names |= self.placement.instances.keys()
-        self._touched = set()
+        asked, self._asked, self._touched = self._asked, set(), set()
         here = sorted(names & self.placement.instances.keys() & self.table.places.keys())
         hung = self.table.num_hung
         for name in here:
             if self.placement.instances[name].leaving:
-                self.table.vacate(name)
+                self._vacate(name)
             self._hang(self.table.places[name])
         self.counters["sessions/hung"] += self.table.num_hung - hung
         for name in here:
             yield from self._keepers(self.table.places[name])
         if self.table.num_hung:
-            yield from self._continue(here)
+            yield from self._continue(here, asked)
         self._close_to_groups(names)
 
     def _hang(self, place: Place) -> None:
@@ -170,6 +175,13 @@ class SessionGate:
                 self.table.hang(place.here[key])
             else:
                 place.marked.add(key)
+
+    def _vacate(self, name: str) -> None:
+        """It takes nothing new from now on: whoever is between two turns there goes on elsewhere."""
+        hung = self.table.num_hung
+        self.table.vacate(name)
+        if self.table.num_hung > hung:
+            self.looked_s = -math.inf
 
     def _keepers(self, place: Place) -> Iterator[tuple[Waiting, InstanceView | None]]:
         """Those that are back and whose KV was kept, in order."""
@@ -187,12 +199,14 @@ class SessionGate:
                     self.table.hang(session)
                     self.counters["sessions/hung"] += 1
 
-    def _continue(self, names: list[str]) -> Iterator[tuple[Waiting, InstanceView | None]]:
+    def _continue(self, names: list[str], asked: set[Key]) -> Iterator[tuple[Waiting, InstanceView | None]]:
         """Those that are hung and fit again. Whoever is back goes before those whose room is only to be kept."""
         if self.settings.scope == BUCKETED:
             for name in names:
                 yield from self._continue_here(name)
-        yield from self._continue_anywhere()
+        back = {s.key: s for s in self._homeless() if s.waiting is not None}
+        yield from self._continue_anywhere(back, names)  # elsewhere there is no more room than at the last look
+        yield from self._continue_anywhere({key: back[key] for key in asked & back.keys()}, self.placement.instances)
         for name in names:
             self._keep_room_again(self.table.places[name])
 
@@ -205,13 +219,14 @@ class SessionGate:
                 return
             yield self._go(place.hung[key], view)
 
-    def _continue_anywhere(self) -> Iterator[tuple[Waiting, InstanceView | None]]:
-        """Those that are bound to no instance."""
+    def _continue_anywhere(
+        self, back: dict[Key, Session], names: Iterable[str]
+    ) -> Iterator[tuple[Waiting, InstanceView | None]]:
+        """Those of `back` that fit into one of these instances; they are taken out of it."""
         table, views = self.table, self.placement.instances
-        back = {s.key: s for s in self._homeless() if s.waiting is not None}
         while back:
             found = next_global(
-                [self._room(name) for name in views],
+                [self._room(name) for name in names],
                 [(s.tokens, key) for key, s in back.items()],
                 lambda key, name: table.place(name).account.needs(back[key]),
                 lambda key, name: self._may_go(back[key], views[name]),
