@@ -36,7 +36,8 @@ class EnvironmentConfig:
     tokens: int = 0
     """Tokens that the environment adds at each turn; they are prefilled, not trained."""
     prefix_cached: bool = True
-    """A turn that goes on at the instance and with the weights of the turn before prefills only what the environment added."""
+    """With several turns: engines keep what they computed, in blocks of routing_strategy.cache_aware_policy.block_size, until the
+    room is needed or new weights come; a turn prefills only what is not there. False: they keep nothing."""
 
 
 @dataclass
@@ -80,6 +81,8 @@ class SimulationConfig:
     """Also simulate the same with psrl.staleness=0, for the speed-up."""
     prompt_tokens: int | None = None
     """Tokens of a prompt; null: the calibration's mean, else half of data.max_prompt_length."""
+    shared_prompt_tokens: int = 0
+    """First tokens of every prompt that are the same in all of them: a system prompt, descriptions of tools."""
     lengths: LengthConfig = field(default_factory=LengthConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     costs: CostConfig = field(default_factory=CostConfig)

@@ -29,6 +29,11 @@ def check_simulation(simulation: SimulationConfig) -> None:
             f"simulation.lengths.trace={simulation.lengths.trace} is not used by simulation.lengths.distribution="
             f"{simulation.lengths.distribution}: set simulation.lengths.distribution=trace, or leave the trace out."
         )
+    if simulation.prompt_tokens is not None and simulation.shared_prompt_tokens > simulation.prompt_tokens:
+        raise ConfigError(
+            f"simulation.shared_prompt_tokens={simulation.shared_prompt_tokens} is refused: a prompt has no more than "
+            f"simulation.prompt_tokens={simulation.prompt_tokens}."
+        )
     warmup = simulation.warmup_steps
     if warmup is not None and warmup >= simulation.steps:
         raise ConfigError(

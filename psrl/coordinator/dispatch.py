@@ -96,13 +96,13 @@ class Dispatch(Membership):
                 self.waiting_routes.remove(waiting)
                 continue
             work = self._sample_work(open_group, waiting, may_wait=waiting.since_s > patient_since_s)
-            if self.gate is not None and self.gate.holds(waiting):  # it lost its KV while it looked for a place
-                self.waiting_routes.remove(waiting)
-                self.gate.asks(waiting, self._prompt_tokens(open_group))
-                continue
             view = self._bound_to(open_group, waiting) or self._choose(work, at_least=open_group.version)
             if self.gate is not None:
                 view = self.gate.own_place(waiting, view)
+                if self.gate.holds(waiting):
+                    self.waiting_routes.remove(waiting)
+                    self.gate.asks(waiting, self._prompt_tokens(open_group))
+                    continue
             if view is None:
                 self.closed_from = waiting.version
                 continue

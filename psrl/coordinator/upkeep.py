@@ -34,6 +34,7 @@ class Upkeep(Membership):
             if sender == self.migrations.source:
                 status.stats.waiting = 0  # its queue is being emptied: that must not keep samples from coming back
             observe(view, status.stats, status.at_s or now_s, now_s)
+            self.router.cache_reported(view, status.cache)
             if self.gate is not None:
                 self.gate.reported(sender, status.stats)
             self.placement.changed.add(sender)

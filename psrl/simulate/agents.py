@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from psrl.protocol import control as c
-from psrl.protocol.generation import FINISH_REDUNDANT, FINISH_STOP, FINISH_TRUNCATED
+from psrl.protocol.generation import FINISH_REDUNDANT, FINISH_STOP, FINISH_TRUNCATED, TURN
 from psrl.protocol.samples import SampleRef
 from psrl.rollout.finish import LEAST_TRAINABLE
 from psrl.rollout.sample_ends import CONSUMED, FAILED, FILTERED, REDUNDANT, RETURNED, UNUSED
 from psrl.simulate.clock import Clock
 from psrl.simulate.costs import Costs
 from psrl.simulate.instance import SimInstance
+from psrl.simulate.prefix_cache import Blocks
 from psrl.simulate.samples import SimGroup, SimSample
 from psrl.simulate.workload import Workload
 
@@ -38,12 +39,15 @@ class SimAgents:
         costs: Costs,
         workload: Workload,
         filtering: bool,
+        blocks: Blocks | None = None,
     ) -> None:
+        """`blocks`: routing asks for the names of cache blocks."""
         self.clock = clock
         self.tell = tell
         self.costs = costs
         self.workload = workload
         self.filtering = filtering
+        self.blocks = blocks
         self.instances: dict[str, SimInstance] = {}
         self.groups: dict[int, SimGroup] = {}
         self.tally = Tally()
@@ -51,6 +55,7 @@ class SimAgents:
         self._left: dict[str, Counter[tuple[int, str]]] = defaultdict(Counter)
         self._routes: dict[tuple[str, str, str], list[SimSample]] = defaultdict(list)
         self._ends: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        self._turns: dict[str, c.TurnsEnded] = defaultdict(lambda: c.TurnsEnded(away=[], over=[]))
 
     # ---- from the coordinator --------------------------------------------------------------------------------
 
@@ -124,10 +129,13 @@ class SimAgents:
             return
         self._left[group.agent][group.number, instance] += 1
         if sample.made < sample.length:
+            self._turns[group.agent].away.append((group.number, sample.index, instance, sample.tokens))
             away_s = self.workload.next_turn(sample)
             self.clock.at(self.clock.now_s + away_s, self._back, sample)
             return
         sample.done, sample.finish = True, FINISH_STOP
+        if self.workload.multi_turn:
+            self._turns[group.agent].over.append((group.number, sample.index, instance))
         group.finished.append(sample)
         if len(group.finished) == group.keep:
             self._end_rest(group, FINISH_REDUNDANT)
@@ -145,7 +153,7 @@ class SimAgents:
     def _back(self, sample: SimSample) -> None:
         group = sample.group
         if group.number in self.groups and not group.sealed:
-            self._routes[group.agent, "", sample.came_from].append(sample)
+            self._routes[group.agent, TURN, sample.came_from].append(sample)
 
     def _end_rest(self, group: SimGroup, finish: str) -> None:
         """End what is unfinished where it is, and take it away from the instances. Truncated samples count as finished."""
@@ -201,7 +209,7 @@ class SimAgents:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._left or self._routes or self._ends)
+        return bool(self._left or self._routes or self._ends or self._turns)
 
     def flush(self) -> None:
         """What the agent loops have to say of the moment: who left where, and who looks for a place."""
@@ -209,13 +217,18 @@ class SimAgents:
             for agent, counts in self._left.items():
                 self.tell(agent, c.SampleMoves(left=[(group, at, n) for (group, at), n in counts.items()]))
             self._left.clear()
+        if self._turns:
+            for agent, ended in self._turns.items():
+                self.tell(agent, ended)
+            self._turns.clear()
         if self._routes:
             for (agent, finish, instance), samples in self._routes.items():
                 request = c.RouteRequest(
                     samples=[(s.group.number, s.index) for s in samples],
                     reason=finish,
                     instance=instance,
-                    tokens=[s.made for s in samples],
+                    tokens=[s.made + s.added for s in samples],
+                    blocks=[self.blocks.of_sample(s, s.tokens) for s in samples] if self.blocks else [],
                 )
                 self.tell(agent, request)
             self._routes.clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from psrl.config.cache_blocks import cache_block_size
 from psrl.config.errors import ConfigError
 from psrl.config.redundancy import redundant_sizes
 from psrl.config.routing_checks import BY_COST_MODEL
@@ -27,6 +28,7 @@ from psrl.simulate.calibrate import load_calibration
 from psrl.simulate.clock import Clock
 from psrl.simulate.costs import Costs
 from psrl.simulate.lengths import make_lengths
+from psrl.simulate.prefix_cache import Blocks
 from psrl.simulate.result import Observer, Result
 from psrl.simulate.workload import Workload
 from psrl.simulate.world import Journal, Plan, World
@@ -102,15 +104,19 @@ def make_coordinator(config: Config, simulation: SimulationConfig) -> Coordinato
 
 
 def prompt_facts(config: Config, simulation: SimulationConfig) -> Callable[[int], PromptFacts]:
-    """All prompts have the same size and nothing in common."""
-    strategy = config.psrl.rollout_coordination.routing_strategy
-    tokens = prompt_tokens(config, simulation)
-    blocks = tokens // strategy.cache_aware_policy.block_size if strategy.method.startswith("cache_aware") else 0
+    """All prompts have the same size, and in common what they begin with alike."""
+    tokens, names_blocks = prompt_tokens(config, simulation), bool(cache_block_size(config))
+    blocks = make_blocks(config, simulation)
 
     def facts(prompt: int) -> PromptFacts:
-        return PromptFacts(tokens, "simulated", tuple(range(prompt * blocks, (prompt + 1) * blocks)))
+        return PromptFacts(tokens, "simulated", tuple(blocks.of_prompt(prompt, tokens)) if names_blocks else ())
 
     return facts
+
+
+def make_blocks(config: Config, simulation: SimulationConfig) -> Blocks:
+    policy = config.psrl.rollout_coordination.routing_strategy.cache_aware_policy
+    return Blocks(policy.block_size, simulation.shared_prompt_tokens)
 
 
 def prompt_tokens(config: Config, simulation: SimulationConfig) -> int:
@@ -144,6 +150,10 @@ def make_plan(config: Config, simulation: SimulationConfig, timeline_dir: Path |
         round_s=ROUND_S if simulation.round_s is None else simulation.round_s,
         tick_s=tick_s(config, simulation),
         status_interval_s=collects.engine_sync_interval_in_ms / 1000 if collects.enable else None,
+        blocks=make_blocks(config, simulation)
+        if workload.multi_turn and simulation.environment.prefix_cached
+        else None,
+        names_blocks=bool(cache_block_size(config)),
         timelines=simulation.timelines,
         timeline_dir=timeline_dir,
     )
@@ -158,6 +168,8 @@ def tick_s(config: Config, simulation: SimulationConfig) -> float:
         tick = min(tick, syncs.check_interval_in_ms / 1000)
     if routing.method in BY_COST_MODEL:
         tick = min(tick, routing.check_interval_in_ms / 1000)
+    if (thunder := coordination.session_strategy.thunder_agent).enable:
+        tick = min(tick, thunder.check_interval_in_ms / 1000)
     return tick
 
 

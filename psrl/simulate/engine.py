@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 
 from psrl.protocol.generation import EngineStats
 from psrl.simulate.costs import Costs, steps_seconds, steps_within
+from psrl.simulate.prefix_cache import PrefixCache
 from psrl.simulate.samples import SimSample
 
 HEADROOM_TOKENS = 16
@@ -28,6 +29,7 @@ class SimEngine:
         "_planned",
         "at_s",
         "busy_s",
+        "cache",
         "costs",
         "decode_kv_tokens",
         "decode_steps",
@@ -40,6 +42,7 @@ class SimEngine:
         "preemptions",
         "prefill_s",
         "prefills",
+        "prefix_hit_tokens",
         "prompt_tokens",
         "running",
         "spans",
@@ -47,8 +50,10 @@ class SimEngine:
         "waiting",
     )
 
-    def __init__(self, costs: Costs, *, max_num_seqs: int, kv_capacity: int) -> None:
+    def __init__(self, costs: Costs, *, max_num_seqs: int, kv_capacity: int, cache: PrefixCache | None = None) -> None:
         self.costs = costs
+        self.cache = cache
+        """None: nothing is kept of a sample that leaves, and only samples of one group share their prompt's computation."""
         self.max_num_seqs = max_num_seqs
         self.kv_capacity = kv_capacity
         self.running: dict[int, SimSample] = {}
@@ -62,9 +67,10 @@ class SimEngine:
         self.next_s: float | None = None
         """When `wake` is due; None while there is nothing to do."""
         self.decode_steps = self.generated_tokens = self.prompt_tokens = self.preemptions = 0
-        self.decode_kv_tokens = self.prefills = 0
+        self.decode_kv_tokens = self.prefills = self.prefix_hit_tokens = 0
         self.prefill_s = 0.0
         self.kv_tokens = 0
+        """Of all running samples, each with all of its own: what attention reads."""
         self.busy_s = 0.0
         self.spans: list[tuple[float, float, float]] | None = None
         """(start, end, busy seconds) of what was computed, if anybody wants to know."""
@@ -193,18 +199,30 @@ class SimEngine:
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
-            kv_usage=min(1.0, self.kv_tokens / self.kv_capacity),
+            kv_usage=min(1.0, self.kv_held / self.kv_capacity),
             preemptions=self.preemptions,
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
             busy_s=self.busy_s,
-            kv_tokens=self.kv_tokens,
+            kv_tokens=self.kv_held,
             kv_capacity_tokens=self.kv_capacity,
             decode_steps=self.decode_steps,
             decode_kv_tokens=self.decode_kv_tokens,
             prefills=self.prefills,
             prefill_s=self.prefill_s,
+            prefix_hit_tokens=self.prefix_hit_tokens,
         )
+
+    @property
+    def kv_held(self) -> int:
+        """Tokens that the running samples occupy; blocks that several of them hold count once."""
+        return self.kv_tokens - (self.cache.shared_blocks * self.cache.blocks.size if self.cache else 0)
+
+    def new_weights(self, version: int, now_s: float) -> None:
+        """Nothing is running. What was computed with other weights is of no use."""
+        self.version, self.paused, self.at_s = version, False, now_s
+        if self.cache:
+            self.cache.clear()
 
     # ---- the batch -------------------------------------------------------------------------------------------
 
@@ -230,6 +248,9 @@ class SimEngine:
         sample.made += self.decode_steps - sample.start_step
         sample.start_step = -1
         del self.running[sample.order]
+        if self.cache:
+            self.cache.release(self.cache.blocks.of_sample(sample, sample.tokens))
+            self._evict()
         group = sample.group.number
         left = self._fresh_at[group] - 1
         if left:
@@ -239,7 +260,7 @@ class SimEngine:
 
     def _preempt(self) -> None:
         """The youngest goes back to the head of the queue until the batch fits; its tokens are prefilled again later."""
-        while self.kv_tokens > self.kv_capacity and len(self.running) > 1:
+        while self.kv_held > self.kv_capacity and len(self.running) > 1:
             sample = self.running[max(self.running)]
             self._leave(sample)
             self.waiting.appendleft(sample)
@@ -251,15 +272,32 @@ class SimEngine:
         if len(self.running) >= self.max_num_seqs:
             return False
         reserved = HEADROOM_TOKENS * (len(self.running) + 1)
-        return self.kv_tokens + reserved + sample.tokens <= self.kv_capacity
+        return self.kv_held + reserved + sample.tokens - self._shares(sample) <= self.kv_capacity
+
+    def _shares(self, sample: SimSample) -> int:
+        """Of its tokens, those that running samples hold: all of its prompt or all that prompts have in common, if any."""
+        if not self.cache:
+            return 0
+        blocks = self.cache.blocks
+        for tokens in (sample.group.prompt_tokens, blocks.shared_tokens):
+            names = blocks.of_prompt(sample.group.prompt, tokens)
+            if names and self.cache.holds(names[-1]):
+                return len(names) * blocks.size
+        return 0
+
+    def _evict(self) -> None:
+        """What is kept of samples that left gives way to those that run."""
+        if self.cache:
+            self.cache.shrink((self.kv_capacity - self.kv_held) // self.cache.blocks.size)
 
     def _admit(self) -> None:
         prefill = 0
+        self._evict()  # for what has grown since the last event
         while self.waiting and self._fits(self.waiting[0]):
             sample = self.waiting.popleft()
             prefill += self._to_prefill(sample)
-            sample.cached_at = None  # what is taken away before its turn ends is not kept for it
             self.kv_tokens += sample.tokens
+            self._evict()
             sample.start_step = self.decode_steps
             if sample.first_version < 0:
                 sample.first_version = self.version
@@ -277,10 +315,14 @@ class SimEngine:
             self._spend(seconds, seconds)
 
     def _to_prefill(self, sample: SimSample) -> int:
+        """Tokens to compute before it decodes: the last one in any case."""
+        if self.cache:
+            hits = self.cache.hold(self.cache.blocks.of_sample(sample, sample.tokens)) * self.cache.blocks.size
+            hits = min(hits, sample.tokens - 1)
+            self.prefix_hit_tokens += hits
+            return sample.tokens - hits
         if sample.made == 0 and sample.group.number in self._fresh_at:
             return 0  # copied from another sample of its group
-        if sample.made and sample.cached_at == (sample.instance, self.version):
-            return sample.uncached
         return sample.tokens
 
     def _plan(self) -> None:
@@ -299,7 +341,7 @@ class SimEngine:
         steps = heap[0][0] - self.decode_steps
         n = len(self.running)
         if n > 1:
-            steps = min(steps, (self.kv_capacity - self.kv_tokens) // n + 1)
+            steps = min(steps, (self.kv_capacity - self.kv_held) // n + 1)
         self._planned = max(1, steps)
         self.next_s = self.at_s + steps_seconds(*self._step_s(), self._planned)
 

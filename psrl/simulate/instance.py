@@ -11,6 +11,7 @@ from psrl.rollout.preemption import PreemptionWatch
 from psrl.simulate.clock import Clock
 from psrl.simulate.costs import Costs
 from psrl.simulate.engine import SimEngine
+from psrl.simulate.prefix_cache import PrefixCache
 from psrl.simulate.samples import SimGroup, SimSample
 from psrl.telemetry.timeline import BUSY, PULL, SWITCH, WORK, Timeline
 
@@ -42,6 +43,7 @@ class SimInstance:
         "max_concurrent",
         "name",
         "preemption",
+        "reports_cache",
         "status_interval_s",
         "switches",
         "tell",
@@ -60,6 +62,8 @@ class SimInstance:
         kv_capacity: int,
         hand_back_waiting: int,
         status_interval_s: float | None,
+        cache: PrefixCache | None = None,
+        reports_cache: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
         self.name = name
@@ -67,7 +71,8 @@ class SimInstance:
         self.clock = clock
         self.tell = tell
         self.agents = agents
-        self.engine = SimEngine(costs, max_num_seqs=max_num_seqs, kv_capacity=kv_capacity)
+        self.engine = SimEngine(costs, max_num_seqs=max_num_seqs, kv_capacity=kv_capacity, cache=cache)
+        self.reports_cache = reports_cache and cache is not None
         self.max_concurrent = max_num_seqs
         self.preemption = PreemptionWatch(hand_back_waiting)
         self.status_interval_s = status_interval_s
@@ -108,7 +113,9 @@ class SimInstance:
         self._follow()
         self._switch_if_staged()
 
-    def _wake(self, _: int) -> None:
+    def _wake(self, set_for_s: float) -> None:
+        if set_for_s != self._scheduled_s:
+            return  # the engine's plan has changed since, and another alarm is set
         now_s, engine = self.clock.now_s, self.engine
         self._scheduled_s = -1.0
         if engine.next_s is None or engine.next_s > now_s:
@@ -125,7 +132,7 @@ class SimInstance:
         next_s = self.engine.next_s
         if next_s is not None and next_s != self._scheduled_s:
             self._scheduled_s = next_s
-            self.clock.at(next_s, self._wake)
+            self.clock.at(next_s, self._wake, next_s)
         if self.status_interval_s is not None:
             self._report()
         if self.timeline is not None:
@@ -185,15 +192,14 @@ class SimInstance:
 
     def _ended(self, samples: Iterable[SimSample]) -> None:
         for sample in samples:
-            sample.cached_at = (self.name, self.engine.version)
             self.agents.turn_ended(sample, self.name)
 
     def _end_switch(self, gone: list[SimSample]) -> None:
         order, engine, version = self._order, self.engine, self._staged
         assert order is not None  # a switch begins with one
-        engine.version, self.incarnation = version, order.incarnation
-        self._order, self._staged, engine.paused = None, -1, False
-        engine.at_s = self.clock.now_s
+        engine.new_weights(version, self.clock.now_s)
+        self.incarnation = order.incarnation
+        self._order, self._staged = None, -1
         self.switches += 1
         self.tell(
             self.name,
@@ -220,7 +226,8 @@ class SimInstance:
     def _report(self) -> None:
         engine, now_s = self.engine, self.clock.now_s
         gauges = (len(engine.running), len(engine.waiting), engine.preemptions)
-        if gauges == self._reported:
+        cache = engine.cache if self.reports_cache else None
+        if gauges == self._reported and not (cache and cache.has_news):
             return
         if now_s < self._status_s:
             if not self._report_is_set:
@@ -229,7 +236,8 @@ class SimInstance:
             return
         self._reported = gauges
         self._status_s = now_s + (self.status_interval_s or 0.0)
-        self.tell(self.name, c.InstanceStatus(stats=engine.stats(), at_s=now_s))
+        events = cache.take_news() if cache and cache.has_news else None
+        self.tell(self.name, c.InstanceStatus(stats=engine.stats(), at_s=now_s, cache=events))
 
     def _report_later(self, _: int) -> None:
         self._report_is_set = False

@@ -34,6 +34,10 @@ class Result:
     staleness: dict[int, int]
     """Trained groups by lag in versions."""
     prefilled_tokens_per_s: float
+    prefix_hit_share: float
+    """Of the tokens that samples began their turns with, those that a prefix cache held."""
+    samples_per_hour: float
+    """That trained."""
     preemptions: int
     pulls: int
     released: dict[str, int]
@@ -65,6 +69,7 @@ class Mark:
     prefilled: int
     preemptions: int
     switches: int
+    hits: int = 0
 
 
 class Observer:
@@ -102,6 +107,7 @@ class Observer:
             sum(e.prompt_tokens for e in engines),
             sum(e.preemptions for e in engines),
             sum(i.switches for i in self.world.instances),
+            sum(e.prefix_hit_tokens for e in engines),
         )
 
     def result(self) -> Result:
@@ -116,6 +122,7 @@ class Observer:
         responses = [length for step in steps for length in step.responses]
         trained_s = sum(step.ended_s - step.got_s for step in steps)
         generated = self.last.generated - self.first.generated
+        prefilled, hits = self.last.prefilled - self.first.prefilled, self.last.hits - self.first.hits
         return Result(
             steps=len(steps),
             step_s=window_s / len(steps),
@@ -126,7 +133,9 @@ class Observer:
             mean_length_consumed=sum(responses) / len(responses),
             mean_length_population=tally.launched_tokens / tally.launched,
             staleness=dict(sorted(Counter(lag for step in steps for lag in step.lags).items())),
-            prefilled_tokens_per_s=(self.last.prefilled - self.first.prefilled) / window_s,
+            prefilled_tokens_per_s=prefilled / window_s,
+            prefix_hit_share=hits / (hits + prefilled) if hits else 0.0,
+            samples_per_hour=3600 * len(responses) / window_s,
             preemptions=self.last.preemptions - self.first.preemptions,
             pulls=self.last.switches - self.first.switches,
             released=dict(world.core.staleness.released),
@@ -192,6 +201,8 @@ def table(result: Result, synchronous: Result | None = None) -> list[str]:
     add("mean length consumed", lambda r: f"{r.mean_length_consumed:,.0f}")
     add("mean length of all started", lambda r: f"{r.mean_length_population:,.0f}")
     add("tokens/s prefilled", lambda r: f"{r.prefilled_tokens_per_s:,.0f}")
+    add("prefix cache hits", lambda r: f"{r.prefix_hit_share:.0%}")
+    add("samples trained an hour", lambda r: f"{r.samples_per_hour:,.0f}")
     add("preemptions", lambda r: f"{r.preemptions:,}")
     add("groups not trained", lambda r: ", ".join(f"{n} {k}" for k, n in sorted(r.released.items())) or "0")
     if synchronous:

@@ -8,7 +8,6 @@ class SimSample:
 
     __slots__ = (
         "added",
-        "cached_at",
         "came_from",
         "done",
         "finish",
@@ -24,7 +23,6 @@ class SimSample:
         "stop_step",
         "turn",
         "turn_end",
-        "uncached",
     )
 
     def __init__(self, group: SimGroup, index: int, length: int, turn_end: int) -> None:
@@ -36,8 +34,7 @@ class SimSample:
         self.turn = 1
         self.made = 0
         self.added = 0
-        """Tokens that its environment added, `uncached` of them since the last turn."""
-        self.uncached = 0
+        """Tokens that its environment added."""
         self.instance = ""
         """Where it is, "" while it looks for a place or is at its environment."""
         self.order = 0
@@ -46,8 +43,6 @@ class SimSample:
         """The engine's step counter when it began to run there, -1 while it waits."""
         self.stop_step = -1
         """The engine's step counter at which its turn ends."""
-        self.cached_at: tuple[str, int] | None = None
-        """Instance and version that hold the keys and values of all but what the environment added last."""
         self.first_version = self.last_version = -1
         """Weights of the first and of the newest token."""
         self.came_from = ""

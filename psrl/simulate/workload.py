@@ -18,6 +18,10 @@ class Workload:
     uniform_reward_share: float
     seed: int
 
+    @property
+    def multi_turn(self) -> bool:
+        return self.environment.turns > 1
+
     def draw(self, group: SimGroup, n: int) -> list[int]:
         """Give `group` its samples; returns their lengths."""
         lengths = self.lengths.draw(group.data_epoch, group.prompt, n)
@@ -32,7 +36,6 @@ class Workload:
         e = self.environment
         turn = sample.turn = sample.turn + 1
         sample.turn_end = turn_end(sample.length, e.turns, turn)
-        sample.uncached = e.tokens if e.prefix_cached else sample.tokens + e.tokens
         sample.added += e.tokens
         if not e.sigma:
             return e.seconds

@@ -18,6 +18,7 @@ from psrl.simulate.agents import SimAgents
 from psrl.simulate.clock import Clock
 from psrl.simulate.costs import Costs
 from psrl.simulate.instance import SimInstance
+from psrl.simulate.prefix_cache import Blocks, PrefixCache
 from psrl.simulate.trainer import SimStep, SimTrainer
 from psrl.simulate.workload import Workload
 from psrl.telemetry.timeline import Timeline
@@ -53,6 +54,10 @@ class Plan:
     round_s: float
     tick_s: float
     status_interval_s: float | None
+    blocks: Blocks | None = None
+    """Engines have a prefix cache of these blocks; None: they have none."""
+    names_blocks: bool = False
+    """Routing goes by what is cached."""
     timelines: int = 0
     timeline_dir: Path | None = None
 
@@ -78,7 +83,14 @@ class World:
         self._round_is_set = False
         self._heard_s = 0.0
         self._timelines: list[Timeline] = []
-        self.agents = SimAgents(clock, self.tell, plan.costs, plan.workload, plan.filtering)
+        self.agents = SimAgents(
+            clock,
+            self.tell,
+            plan.costs,
+            plan.workload,
+            plan.filtering,
+            plan.blocks if plan.names_blocks else None,
+        )
         self.instances = [self._instance(i) for i in range(plan.num_instances)]
         self.agents.instances = {instance.name: instance for instance in self.instances}
         self.trainer = SimTrainer(
@@ -104,6 +116,8 @@ class World:
             kv_capacity=plan.kv_capacity,
             hand_back_waiting=plan.hand_back_waiting,
             status_interval_s=plan.status_interval_s,
+            cache=PrefixCache(plan.blocks) if plan.blocks else None,
+            reports_cache=plan.names_blocks,
             timeline=self._timeline(name, "instance") if number < plan.timelines else None,
         )
 

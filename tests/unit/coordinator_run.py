@@ -111,6 +111,7 @@ def restarted(run: Run, **kwargs) -> Run:
         again.core.staleness.apply(record)
         again.core.prompts.apply(record)
     again.core = Coordinator(
-        SETTINGS, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0
+        again.core.settings, again.core.staleness, again.core.prompts, RequestNumBalance(), epoch=2, now_s=0.0
     )
+    again.records = list(run.records)
     return again

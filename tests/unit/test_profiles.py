@@ -45,6 +45,8 @@ def test_the_agentic_profile_keeps_a_trajectory_where_its_prefix_is() -> None:
     chosen = values("+profile=agentic")
     assert chosen[f"{COORDINATION}routing_strategy.method"] == "cache_aware_v1"
     assert chosen[f"{COORDINATION}routing_strategy.enable_trajectory_sticky"] is True
+    assert chosen[f"{COORDINATION}session_strategy.thunder_agent.enable"] is True
+    assert chosen[f"{COORDINATION}session_strategy.thunder_agent.continue_scope"] == "bucketed"
 
 
 def test_the_command_line_wins_over_a_profile() -> None:

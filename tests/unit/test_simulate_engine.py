@@ -126,16 +126,10 @@ def test_aborted_samples_keep_whole_steps() -> None:
     assert not e.has_work
 
 
-def test_a_sample_that_goes_on_is_prefilled_whole_unless_cached() -> None:
+def test_a_sample_that_goes_on_is_prefilled_whole_without_a_cache() -> None:
     e = engine()
-    e.version = 3
     sample = group(0, 9)[0]
-    sample.made, sample.instance = 4, "i0"
+    sample.made = 4
     e.submit(sample, 0.0)
     e.wake(0.0)
-    assert e.prompt_tokens == 14
-    e.abort_all(0.0)
-    sample.cached_at, sample.uncached = ("i0", 3), 2
-    e.submit(sample, 0.0)
-    e.wake(0.0)
-    assert e.prompt_tokens == 16
+    assert (e.prompt_tokens, e.prefix_hit_tokens) == (14, 0)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from psrl.coordinator.views import InstanceView
+from psrl.protocol.generation import CacheEvents
 
 Pool = tuple[int, int]
 """(incarnation, version): the weights that its instances serve."""
@@ -66,6 +67,9 @@ class Router(ABC):
 
     def left_behind(self, view: InstanceView, work: Work) -> None:  # noqa: B027
         """`work` was at `view` until now, and its keys and values may still be cached there."""
+
+    def cache_reported(self, view: InstanceView, events: CacheEvents | None) -> None:  # noqa: B027
+        """With each report of an instance: what changed in its engine's prefix cache; None: nothing, or it does not say."""
 
     def tidy(self, now_s: float) -> None:  # noqa: B027
         """Called every few moments: forget what is too much, if it is time."""

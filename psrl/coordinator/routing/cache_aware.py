@@ -1,8 +1,9 @@
 """cache_aware: where most of the prompt is cached already, as long as the load is even.
 
 What counts as prefix: the prompt's blocks (few-shot examples, a system prompt, the same prompt again) and, for a sample
-that was moved on purpose, its own response so far at the instance that had it. An engine drops its cache when it takes
-new weights, so does this memory. It assumes an engine that keeps prefixes; one that does not gains nothing from it.
+that was moved on purpose or has several turns, its own tokens so far at the instance that had them. An engine drops its
+cache when it takes new weights, so does this memory. An engine that reports its cache has the last word on it (`reported`);
+of another one it is assumed that it keeps prefixes, and one that does not gains nothing from it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from psrl.coordinator.routing.base import Pool, Router, Work, pool_of
 from psrl.coordinator.routing.cache_settings import CacheSettings
 from psrl.coordinator.routing.columns import Columns
 from psrl.coordinator.routing.prefixes import PrefixMemory
+from psrl.coordinator.routing.reported import Reported
 from psrl.coordinator.views import InstanceView
+from psrl.protocol.generation import CacheEvents
 
 
 class CacheAware(Router):
@@ -29,20 +32,19 @@ class CacheAware(Router):
         self.block_size = settings.block_size
         self._fleet = Columns()
         self._cached = PrefixMemory()
+        self._reported = Reported()
         self._pool_at: dict[int, Pool] = {}
         self._tidied_s = -np.inf
 
     def update(self, view: InstanceView, free: int) -> None:
-        row = self._fleet.update(view, free)
-        if self._pool_at.get(row) != pool_of(view):
-            self._pool_at[row] = pool_of(view)
-            self._clear(row)
+        self._follow(self._fleet.update(view, free), view)
 
     def forget(self, view: InstanceView) -> None:
         row = self._fleet.forget(view)
         if row is not None:
             self._pool_at.pop(row, None)
             self._clear(row)
+            self._reported.forget(row)
 
     def placed(self, view: InstanceView, work: Work) -> None:
         if (row := self._fleet.row_of.get(view.name)) is not None:  # not yet heard of: it joined this very moment
@@ -50,6 +52,21 @@ class CacheAware(Router):
 
     def left_behind(self, view: InstanceView, work: Work) -> None:
         self.placed(view, work)
+
+    def cache_reported(self, view: InstanceView, events: CacheEvents | None) -> None:
+        row = self._fleet.row_of.get(view.name, -1)
+        if events is None and row not in self._reported:
+            return
+        if row < 0:
+            row = self._fleet.update(view, 0)  # it has just joined: the next choice hears how much it may take
+        self._follow(row, view)  # what an engine says after new weights is about those
+        if events is None:
+            events = CacheEvents()
+        if events.cleared:
+            self._clear(row)
+        self._removed(row, events.removed)
+        self._cached.remember(row, events.stored)
+        self._removed(row, self._reported.hear(row, events.stored))
 
     def tidy(self, now_s: float) -> None:
         if now_s - self._tidied_s >= self.settings.tidy_interval_s:
@@ -101,7 +118,18 @@ class CacheAware(Router):
                 return [int(holding[self._fleet.in_flight[holding].argmin()])]
         return []
 
+    def _follow(self, row: int, view: InstanceView) -> None:
+        """With other weights it begins anew."""
+        if self._pool_at.get(row) != pool_of(view):
+            self._pool_at[row] = pool_of(view)
+            self._clear(row)
+
     def _remember(self, row: int, work: Work) -> None:
+        if row in self._reported:
+            new = self._cached.new(row, work.blocks)
+            self._cached.remember(row, new)
+            self._reported.sent(row, new)
+            return
         self._cached.remember(row, work.blocks)
         most = self._most_blocks(row)
         if self._cached.size(row) > 2 * most:  # trimmed in time otherwise
@@ -117,5 +145,10 @@ class CacheAware(Router):
         most = min(self.settings.max_tokens, capacities * capacity) if capacity else self.settings.max_tokens
         return int(most) // self.block_size
 
+    def _removed(self, row: int, blocks: Sequence[int]) -> None:
+        """Its engine does not hold these."""
+        self._cached.remove(row, blocks)
+
     def _clear(self, row: int) -> None:
         self._cached.forget(row)
+        self._reported.clear(row)

@@ -2,8 +2,8 @@
 
 The cost of a request at an instance is the KV tokens that it already holds, plus the tokens of the request, minus the
 worth of those that need not be computed: `gpu_weight` for each in the engine's cache, `offload_weight` for each that
-fell out of it and is in the offload tier. What the tiers hold is inferred from their sizes: the engine's cache is as
-large as it reports, the offload tier makes up the rest of `max_capacities`.
+fell out of it and is in the offload tier. What the engine's cache holds is what the engine reports, and else inferred from
+its size; the offload tier has what left that cache, and is as large as the rest of `max_capacities`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,16 @@ class CacheAwareV1(CacheAware):
 
     def _remember(self, row: int, work: Work) -> None:
         """What falls out of the engine's cache is in the offload tier from then on."""
-        self._cached.remember(row, work.blocks)
-        self._age(row)
+        super()._remember(row, work)
+        if row not in self._reported:
+            self._offload(row, self._cached.trim(row, self._blocks(row, 1.0)))
 
-    def _age(self, row: int) -> None:
-        gone = self._cached.trim(row, self._blocks(row, 1.0))
+    def _removed(self, row: int, blocks: Sequence[int]) -> None:
+        super()._removed(row, blocks)
+        self._offload(row, blocks)
+
+    def _offload(self, row: int, gone: Sequence[int]) -> None:
+        """`gone`: the longest unused first."""
         if gone and self.settings.offload_weight:
             self._offloaded.remember(row, gone[::-1])
             most = self._blocks(row, self.settings.max_capacities - 1.0)

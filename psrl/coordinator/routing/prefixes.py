@@ -1,4 +1,5 @@
-"""What instances have cached, as far as a router can know: the blocks of what was sent to them, longest unused forgotten.
+"""What instances have cached, as far as a router can know: the blocks that their engines report, or of what was sent to
+them, the longest unused forgotten.
 
 A block name stands for all tokens up to its end, so whoever holds block i of a request holds those before it, and the
 holders of later blocks are a subset of the holders of earlier ones. No tree is needed to find the longest common prefix.
@@ -6,7 +7,7 @@ holders of later blocks are a subset of the holders of earlier ones. No tree is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class PrefixMemory:
@@ -33,6 +34,19 @@ class PrefixMemory:
             else:
                 self._holders.setdefault(block, set()).add(row)
             held[block] = None
+
+    def new(self, row: int, blocks: Sequence[int]) -> list[int]:
+        """Those of `blocks` that are not remembered."""
+        held = self._held.get(row, {})
+        return [block for block in blocks if block not in held]
+
+    def remove(self, row: int, blocks: Iterable[int]) -> None:
+        """Forget these, as far as they are remembered."""
+        held = self._held.get(row, {})
+        for block in blocks:
+            if block in held:
+                del held[block]
+                self._drop(block, row)
 
     def trim(self, row: int, most: int) -> list[int]:
         """Forget the longest unused until `most` blocks are left; returns them, the longest unused first."""

@@ -103,9 +103,27 @@ class Account:
         weight = self.settings.env_token_weight if was_away else 1.0
         return weight * session.tokens - shared + self.settings.buffer_per_session
 
-    def group_needs(self, prompt_tokens: int, samples: int) -> float:
-        """What a new group would take at its start."""
-        return prompt_tokens + samples * self.settings.buffer_per_session
+    def after(self, session: Session) -> float:
+        """What would remain if a session that is away here generated again; less than now if those away count for less."""
+        self.remove(session)
+        remaining = self.remaining - self.needs(session)
+        self.add(session)
+        return remaining
+
+    def admits_group(self, prompt_tokens: int, samples: int, usual_tokens: float) -> bool:
+        """Whether a new group may begin here: it fits as it begins, beside those that are here with what they hold or with
+        `usual_tokens` each, what a session holds in the middle of its life, whichever is more. They will grow; to go by what they
+        hold now would let in any number at their beginning. Where nobody is, any group may begin.
+
+        >>> account = Account(SessionSettings(buffer_per_session=0), capacity=1000)
+        >>> account.add(Session(group=0, sample=0, version=0, prompt_tokens=100, tokens=100))
+        >>> account.admits_group(100, 4, usual_tokens=900), account.admits_group(100, 4, usual_tokens=901)
+        (True, False)
+        """
+        if not self.sessions or not self.capacity:
+            return True
+        held = max(self.capacity - self.remaining, self.sessions * usual_tokens)
+        return held + prompt_tokens + samples * self.settings.buffer_per_session <= self.capacity
 
     def _shared(self, prompt: int, generating: int, away: int) -> float:
         if generating + away < 2:

@@ -45,6 +45,11 @@ class SessionGate:
         self.looked_s = 0.0
         self.incarnation = 0
         self._touched: set[str] = set()
+        """Instances that something happened to since the last look,"""
+        self._asked: set[Key] = set()
+        """and sessions that came back since then."""
+        self._ended, self._ended_tokens = 0, 0.0
+        """Sessions that are over, and what they held in the middle of their lives."""
         self._closed_to_groups = False
         """Somebody is hung who may go on anywhere."""
 
@@ -91,6 +96,8 @@ class SessionGate:
         """It comes back no more."""
         if session := self.table.get(key):
             self._touched.add(session.instance)
+            self._ended += 1
+            self._ended_tokens += (session.prompt_tokens + session.tokens) / 2
             self.table.drop(session)
 
     def asks(self, waiting: Waiting, prompt_tokens: int) -> None:
@@ -102,6 +109,7 @@ class SessionGate:
         self.table.set_tokens(session, tokens)
         self.table.ask(session, waiting)
         self._touched.add(session.instance)
+        self._asked.add(session.key)
 
     def closed(self, group: int) -> None:
         self._touched.update(self.table.close(group))
@@ -115,6 +123,7 @@ class SessionGate:
         hung = self.table.num_hung
         self.table.forget(name)
         self.counters["sessions/hung"] += self.table.num_hung - hung
+        self.looked_s = -math.inf  # its sessions may go to any other one
 
     def reported(self, name: str, stats: EngineStats) -> None:
         self.table.place(name).account.report(stats.kv_capacity_tokens, stats.kv_tokens)
@@ -141,18 +150,18 @@ class SessionGate:
         if now_s >= self.looked_s + self.settings.check_interval_s:
             self.looked_s = now_s
             names |= self.placement.instances.keys()
-        self._touched = set()
+        asked, self._asked, self._touched = self._asked, set(), set()
         here = sorted(names & self.placement.instances.keys() & self.table.places.keys())
         hung = self.table.num_hung
         for name in here:
             if self.placement.instances[name].leaving:
-                self.table.vacate(name)
+                self._vacate(name)
             self._hang(self.table.places[name])
         self.counters["sessions/hung"] += self.table.num_hung - hung
         for name in here:
             yield from self._keepers(self.table.places[name])
         if self.table.num_hung:
-            yield from self._continue(here)
+            yield from self._continue(here, asked)
         self._close_to_groups(names)
 
     def _hang(self, place: Place) -> None:
@@ -167,6 +176,13 @@ class SessionGate:
             else:
                 place.marked.add(key)
 
+    def _vacate(self, name: str) -> None:
+        """It takes nothing new from now on: whoever is between two turns there goes on elsewhere."""
+        hung = self.table.num_hung
+        self.table.vacate(name)
+        if self.table.num_hung > hung:
+            self.looked_s = -math.inf
+
     def _keepers(self, place: Place) -> Iterator[tuple[Waiting, InstanceView | None]]:
         """Those that are back and whose KV was kept, in order."""
         for session in list(place.back.values()):
@@ -177,14 +193,20 @@ class SessionGate:
                 self.table.answer(session)
                 yield waiting, None
             elif self._may_go(session, view):
-                yield waiting, view
+                if self._fits(session, view):
+                    yield waiting, view
+                else:
+                    self.table.hang(session)
+                    self.counters["sessions/hung"] += 1
 
-    def _continue(self, names: list[str]) -> Iterator[tuple[Waiting, InstanceView | None]]:
+    def _continue(self, names: list[str], asked: set[Key]) -> Iterator[tuple[Waiting, InstanceView | None]]:
         """Those that are hung and fit again. Whoever is back goes before those whose room is only to be kept."""
         if self.settings.scope == BUCKETED:
             for name in names:
                 yield from self._continue_here(name)
-        yield from self._continue_anywhere()
+        back = {s.key: s for s in self._homeless() if s.waiting is not None}
+        yield from self._continue_anywhere(back, names)  # elsewhere there is no more room than at the last look
+        yield from self._continue_anywhere({key: back[key] for key in asked & back.keys()}, self.placement.instances)
         for name in names:
             self._keep_room_again(self.table.places[name])
 
@@ -197,13 +219,14 @@ class SessionGate:
                 return
             yield self._go(place.hung[key], view)
 
-    def _continue_anywhere(self) -> Iterator[tuple[Waiting, InstanceView | None]]:
-        """Those that are bound to no instance."""
+    def _continue_anywhere(
+        self, back: dict[Key, Session], names: Iterable[str]
+    ) -> Iterator[tuple[Waiting, InstanceView | None]]:
+        """Those of `back` that fit into one of these instances; they are taken out of it."""
         table, views = self.table, self.placement.instances
-        back = {s.key: s for s in self._homeless() if s.waiting is not None}
         while back:
             found = next_global(
-                [self._room(name) for name in views],
+                [self._room(name) for name in names],
                 [(s.tokens, key) for key, s in back.items()],
                 lambda key, name: table.place(name).account.needs(back[key]),
                 lambda key, name: self._may_go(back[key], views[name]),
@@ -250,43 +273,44 @@ class SessionGate:
     # ---- who else may come -----------------------------------------------------------------------------------
 
     def own_place(self, waiting: Waiting, chosen: InstanceView | None) -> InstanceView | None:
-        """Where a sample goes that routing would send to `chosen`: there if it fits, else where its tokens count already,
-        else there all the same."""
+        """Where a sample goes that routing would send to `chosen`: there if it fits, else where its tokens count already. If
+        it can go to neither, one between two turns is hung. One in the middle of a turn never waits for KV: it would wait in
+        front of those that hold what it waits for."""
         session = self.table.get((waiting.group, waiting.sample))
-        if session is None:
+        if session is None or session.state == HUNG:
             return chosen
-        if chosen is not None:
-            account = self.table.place(chosen.name).account
-            if chosen.name == session.instance or account.needs(session) <= account.remaining:
-                return chosen
         home = self.placement.instances.get(session.instance)
-        if home is not None and session.state != HUNG and self._may_go(session, home):
-            return home
+        for view in (chosen, home):
+            if view is not None and self._may_go(session, view) and self._fits(session, view):
+                return view
+        if session.state == AWAY:
+            self.table.hang(session)
+            self.counters["sessions/hung"] += 1
+            return None
         return chosen or self._roomiest(session)
 
+    def _fits(self, session: Session, view: InstanceView) -> bool:
+        """One that generates fits where it is, whatever remains: its tokens count there already."""
+        account = self.table.place(view.name).account
+        if view.name != session.instance:
+            return account.idle or account.needs(session) <= account.remaining
+        return session.state == GENERATING or account.sessions == 1 or account.after(session) >= 0
+
     def _roomiest(self, session: Session) -> InstanceView | None:
-        """Of the instances that are full for others, the one with the most room, if this one fits there."""
+        """Of the instances that may take it, full or not, the one with the most room."""
         views = [view for view in self.placement.instances.values() if self._may_go(session, view)]
-        rooms = [(self._room(view.name).remaining, view.name) for view in views]
-        remaining, name = max(rooms, default=(0.0, ""))
-        account = self.table.place(name).account
-        return (
-            self.placement.instances[name] if name and (account.idle or account.needs(session) <= remaining) else None
-        )
+        return max(views, key=lambda view: (self._room(view.name).remaining, view.name), default=None)
 
     def holds(self, waiting: Waiting) -> bool:
-        """Whether it was hung after it had passed the gate and before routing had a place for it."""
+        """Whether it was hung after it had passed the gate, since routing had no place for it at once."""
         session = self.table.get((waiting.group, waiting.sample))
         return session is not None and session.state == HUNG
 
     def has_room(self, view: InstanceView, prompt_tokens: int) -> bool:
-        """Whether a new group may begin there; an instance where nobody holds KV takes any. False: not before something
-        happens there."""
-        account = self.table.place(view.name).account
-        if account.idle or account.group_needs(prompt_tokens, self.samples_per_group) <= account.remaining:
-            return True
-        view.full = True
-        return False
+        """Whether a new group may begin there. False: not before something happens there."""
+        usual = self._ended_tokens / self._ended if self._ended else 0.0
+        view.full = not self.table.place(view.name).account.admits_group(prompt_tokens, self.samples_per_group, usual)
+        return not view.full
 
     def _close_to_groups(self, names: set[str]) -> None:
         closed = bool(self.table.num_hung) and next(self._homeless(), None) is not None

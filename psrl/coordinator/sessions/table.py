@@ -135,7 +135,7 @@ class SessionTable:
         self._leave(session)
         session.state, session.instance = state, instance
         if tokens is not None:
-            session.tokens = tokens
+            session.tokens = max(tokens, session.prompt_tokens)  # a place that was given up unused will be wanted again
         self._arrive(session)
 
     def _leave(self, session: Session) -> None:
