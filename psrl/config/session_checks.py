@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from psrl.config.agents import SINGLE_TURN
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.config.session_strategy import ThunderAgentConfig
 
 PREFIX = "psrl.rollout_coordination.session_strategy.thunder_agent"
 STICKY = "psrl.rollout_coordination.routing_strategy.enable_trajectory_sticky"
+LOOP = "gen_actor_rollout_ref.rollout.agent.default_agent_loop"
 SCOPES = ("bucketed", "global")
 AT_LEAST = {"check_interval_in_ms": 1, "env_token_weight": 0, "buffer_per_session": 0}
 
@@ -48,9 +50,14 @@ def session_warnings(config: Config) -> list[str]:
     )
     if not thunder.enable:
         return [f"{PREFIX} has no effect with {PREFIX}.enable=False"] if thunder != ThunderAgentConfig() else []
+    warnings = []
+    if config.gen_actor_rollout_ref.rollout.agent.default_agent_loop == SINGLE_TURN:
+        warnings.append(
+            f"{PREFIX}.enable=True has nothing to schedule: {LOOP}={SINGLE_TURN} makes a sample in one turn"
+        )
     if not sticky and not thunder.continue_force_pin:
-        return [
+        warnings.append(
             f"{PREFIX}.enable=True keeps room for a session where it was, but with {STICKY}=False its next turn may go elsewhere; "
             f"set {STICKY}=True"
-        ]
-    return []
+        )
+    return warnings

@@ -14,7 +14,7 @@ import time
 from psrl.config.redundancy import redundant_sizes
 from psrl.config.schema import Config
 from psrl.configured_routing import make_placing, make_router, prompt_facts
-from psrl.configured_sessions import session_settings
+from psrl.configured_sessions import plays_turns, session_settings
 from psrl.configured_sync import migration_settings, sync_settings
 from psrl.configured_validation import append_validations, validation_settings
 from psrl.coordinator.core import Coordinator, Settings
@@ -230,7 +230,7 @@ def settings(role: Role) -> Settings:
         sync=sync_settings(config),
         placing=make_placing(config),
         migration=migration_settings(config),
-        sessions=session_settings(config),
+        sessions=session_settings(config) if plays_turns(config) else None,
         validation=validation_settings(config, role.run_dir),
         colocate=p.colocate,
     )

@@ -17,6 +17,7 @@ from psrl.coordinator.sync.moment import Moment
 from psrl.coordinator.sync.strategy import idle_pulls, pulls, serves_nothing
 from psrl.coordinator.views import UNLIMITED, InstanceView
 from psrl.protocol import control as c
+from psrl.protocol.generation import EngineStats
 
 log = logging.getLogger("psrl.coordinator")
 
@@ -33,11 +34,18 @@ class Upkeep(Membership):
         if view := self.placement.instances.get(sender):
             if sender == self.migrations.source:
                 status.stats.waiting = 0  # its queue is being emptied: that must not keep samples from coming back
+            self._count_prefill(view.stats, status.stats)
             observe(view, status.stats, status.at_s or now_s, now_s)
             self.router.cache_reported(view, status.cache)
             if self.gate is not None:
                 self.gate.reported(sender, status.stats)
             self.placement.changed.add(sender)
+
+    def _count_prefill(self, before: EngineStats, now: EngineStats) -> None:
+        """Prompt tokens that were computed, and those that a prefix cache held. Less than before: a new engine counts."""
+        for name in ("prompt_tokens", "prefix_hit_tokens"):
+            had, has = getattr(before, name), getattr(now, name)
+            self.counters[name] += has - had if has >= had else has
 
     def _pull_started(self, sender: str, message: c.PullStarted, now_s: float) -> None:
         if (view := self.placement.instances.get(sender)) and not view.asleep:

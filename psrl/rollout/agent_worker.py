@@ -224,6 +224,7 @@ class AgentLoop:
         ]
         if looking:
             self.ask(looking)
+        self.agents.tell_again()
 
     def _drop(self, groups: Sequence[int], outcome: str) -> None:
         for group in groups:

@@ -41,6 +41,10 @@ class Agents(Protocol):
         """Tell the coordinator which turns of these groups have ended."""
         ...
 
+    def tell_again(self) -> None:
+        """Tell a new coordinator which samples are at their environment."""
+        ...
+
     def add(self, chunk: TokenChunk, instance: str) -> None:
         """Tokens that belong to no group that is held."""
         ...
@@ -71,6 +75,9 @@ class NoAgents:
         pass
 
     def tell_ended_turns(self, works: Collection[GroupWork]) -> None:
+        pass
+
+    def tell_again(self) -> None:
         pass
 
     def add(self, chunk: TokenChunk, instance: str) -> None:

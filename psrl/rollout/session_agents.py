@@ -110,6 +110,10 @@ class SessionAgents:
         if self.host is not None:
             self.host.tell_ended_turns([work for work in works if isinstance(work, SessionGroup)])
 
+    def tell_again(self) -> None:
+        if self.host is not None:
+            self.host.tell_again()
+
     # ---- guests ------------------------------------------------------------------------------------------------
 
     def add(self, chunk: TokenChunk, instance: str) -> None:

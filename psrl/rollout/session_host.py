@@ -136,6 +136,20 @@ class SessionHost:
         ]
         for work in works:
             work.ended_turns.clear()
+        self._tell_away(away)
+
+    def tell_again(self) -> None:
+        """Which trajectories are at their environment: a coordinator that was started again does not know."""
+        self._tell_away(
+            [
+                (group, t.sample, t.last_instance, t.longest)
+                for group, playing in self.playing.items()
+                for t in playing.work.trajectories
+                if t.away
+            ]
+        )
+
+    def _tell_away(self, away: list[tuple[int, int, str, int]]) -> None:
         if away:
             self.home.say(c.TurnsEnded(away=away))
 

@@ -139,6 +139,11 @@ class Trajectory:
         return self._turn is not None and not self.instance and not self.finish
 
     @property
+    def away(self) -> bool:
+        """It has had a turn and is at its environment."""
+        return self._turn is None and not self.instance and not self.finish and bool(self.last_instance)
+
+    @property
     def turn_ids(self) -> tuple[int, ...]:
         """All tokens of the turn in hand, its prompt's first; empty between turns."""
         return (*self._turn.request.prompt_ids, *self._turn.part.token_ids) if self._turn is not None else ()

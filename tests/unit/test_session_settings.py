@@ -16,6 +16,10 @@ pytestmark = pytest.mark.unit
 
 T = "psrl.rollout_coordination.session_strategy.thunder_agent"
 ON = f"{T}.enable=True"
+TURNS = [
+    "gen_actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    "gen_actor_rollout_ref.rollout.multi_turn.tools=[calculator]",
+]
 STICKY = "psrl.rollout_coordination.routing_strategy.enable_trajectory_sticky=True"
 
 
@@ -60,10 +64,11 @@ def test_what_cannot_be_is_refused_in_one_sentence(overrides: list[str], words: 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([ON], ["enable_trajectory_sticky=False", "may go elsewhere"]),
+        ([ON, *TURNS], ["enable_trajectory_sticky=False", "may go elsewhere"]),
         ([f"{T}.buffer_per_session=50"], ["has no effect", f"{T}.enable=False"]),
-        ([ON, STICKY], []),
-        ([ON, f"{T}.continue_scope=global", f"{T}.continue_force_pin=True"], []),
+        ([ON, STICKY], ["nothing to schedule", "default_agent_loop=single_turn_agent"]),
+        ([ON, STICKY, *TURNS], []),
+        ([ON, *TURNS, f"{T}.continue_scope=global", f"{T}.continue_force_pin=True"], []),
     ],
 )
 def test_what_is_not_as_it_seems_is_said(overrides: list[str], words: list[str]) -> None:
