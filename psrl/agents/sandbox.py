@@ -76,18 +76,22 @@ async def run_program(
     """
     mark = secrets.token_hex(8)
     isolated = isolated and why_no_namespaces() is None
-    process = await asyncio.create_subprocess_exec(
-        *jailed(argv, cwd, limits, isolated),
-        cwd=cwd,
-        env={**program_environment(cwd), **(env or {}), MARK: mark},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
+    # A pipe of our own: asyncio's counts as part of the process, which then ends only when all that it started has.
+    outgoing, incoming = os.pipe()
     output = HeadAndTail(limits.output_bytes)
-    reading = asyncio.ensure_future(_read(process.stdout, output))
+    reading = asyncio.create_task(_read(outgoing, output))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *jailed(argv, cwd, limits, isolated),
+            cwd=cwd,
+            env={**program_environment(cwd), **(env or {}), MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=incoming,
+            stderr=incoming,
+            start_new_session=True,
+        )
+    finally:
+        os.close(incoming)
     code: int | None = None
     try:
         with contextlib.suppress(TimeoutError):
@@ -95,7 +99,7 @@ async def run_program(
                 code = await process.wait()
     finally:
         kill_all(process.pid, mark, escapes=not isolated)
-        await asyncio.wait({reading, asyncio.ensure_future(process.wait())}, timeout=AFTER_KILL_S)
+        await asyncio.wait({reading, asyncio.create_task(process.wait())}, timeout=AFTER_KILL_S)
         reading.cancel()
     return Finished(_ended(code, limits, isolated), output.text())
 
@@ -192,9 +196,16 @@ def _ended(code: int | None, limits: Limits, isolated: bool) -> str:
     return describe_exit(code) if code else ""
 
 
-async def _read(stream: asyncio.StreamReader, output: HeadAndTail) -> None:
-    while chunk := await stream.read(2**16):
-        output.add(chunk)
+async def _read(descriptor: int, output: HeadAndTail) -> None:
+    """Read until everybody has closed the other end."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    pipe = os.fdopen(descriptor, "rb", 0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        while chunk := await reader.read(2**16):
+            output.add(chunk)
+    finally:
+        transport.close()
 
 
 class HeadAndTail:
