@@ -84,14 +84,14 @@ def _check_box(agent: AgentConfig) -> None:
 
 def _check_surroundings(config: Config, loop: str) -> None:
     """Keys of a run that sessions cannot work with."""
-    if config.gen_actor_rollout_ref.rollout.ignore_eos:
-        raise ConfigError(
-            f"{ROLLOUT}.ignore_eos=True never ends a message, so {LOOP}={loop} would have one turn only: set it to False."
-        )
     if config.data.synthetic_lengths.mean_tokens is not None:
         raise ConfigError(
             f"data.synthetic_lengths.mean_tokens={config.data.synthetic_lengths.mean_tokens:g} draws the length of a single response, which "
             f"{LOOP}={loop} does not make: leave it null."
+        )
+    if config.gen_actor_rollout_ref.rollout.ignore_eos:
+        raise ConfigError(
+            f"{ROLLOUT}.ignore_eos=True never ends a message, so {LOOP}={loop} would have one turn only: set it to False."
         )
     if config.psrl.rollout_coordination.partial_rollout.interrupt_as_prompt:
         raise ConfigError(
