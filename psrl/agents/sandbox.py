@@ -123,7 +123,7 @@ def jailed(argv: Sequence[str], cwd: Path, limits: Limits, isolated: bool) -> li
         "oom_score_adj": OOM_SCORE_ADJ,
         "isolated": isolated,
         "writable": str(cwd),
-        "hidden": [d for d in limits.hidden if Path(d).is_dir()],
+        "hidden": [d for d in limits.hidden if Path(d).is_dir() and not cwd.is_relative_to(d)],
         "max_processes": limits.processes or 2**22,
         "rlimits": rlimits,
     }

@@ -18,7 +18,7 @@ def make_agent(config: Config, endpoint: Endpoint | None = None) -> SampleAgent 
     if rollout.agent.default_agent_loop == TOOL:
         turns = rollout.multi_turn
         return ToolAgent(
-            environment_factory(turns),
+            environment_factory(turns, hidden=[config.run_dir] if config.run_dir else []),  # it holds keys
             TurnLimits(
                 max_assistant_turns=turns.max_assistant_turns,
                 max_tokens_per_turn=turns.max_tokens_per_turn,

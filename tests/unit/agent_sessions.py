@@ -30,7 +30,7 @@ class ScriptedSession:
         text, finish = turn if isinstance(turn, tuple) else (turn, "stop")
         message = text if isinstance(text, dict) else {"role": "assistant", "content": text}
         reason = "tool_calls" if message.get("tool_calls") else finish
-        return ChatReply(id="r", message=message, finish_reason=reason, prompt_tokens=0, token_ids=(), logprobs=())
+        return ChatReply(message=message, finish_reason=reason, prompt_tokens=0, token_ids=(), logprobs=())
 
 
 def tool_call(name: str, arguments: str, call_id: str = "c0") -> dict[str, Any]:

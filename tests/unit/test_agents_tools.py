@@ -14,11 +14,12 @@ from agent_sessions import ScriptedSession, Turn, prompt_of, tool_call
 from psrl.agents.base import Ending
 from psrl.agents.environments import environment_factory
 from psrl.agents.multi_turn import ToolAgent, TurnLimits
+from psrl.agents.sandbox import Limits
 from psrl.agents.tool_environment import CUT, ToolEnvironment, shortened
 from psrl.agents.tools import make_tool
 from psrl.agents.tools.base import ToolError
 from psrl.agents.tools.calculator import Calculator, calculate
-from psrl.config.agents import MultiTurnConfig, SandboxConfig
+from psrl.config.agents import MultiTurnConfig
 from psrl.config.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -184,7 +185,7 @@ def own_module(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_tools_and_environments_of_ones_own(own_module: str) -> None:
-    assert make_tool(f"{own_module}:Echo", SandboxConfig())().name == "echo"
+    assert make_tool(f"{own_module}:Echo", Limits())().name == "echo"
     make = environment_factory(MultiTurnConfig(environment=f"{own_module}:Own", environment_params={"size": 3}))
     assert make().size == 3 and make() is not make()  # type: ignore[attr-defined]
 
