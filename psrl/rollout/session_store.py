@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 from psrl.models.tokenizer import ChatTokenizer
 from psrl.rollout.guests import Guests
 from psrl.rollout.trajectory import Trajectory
@@ -39,5 +41,5 @@ class RunSessions(MemoryStore):
         return ended
 
     def _arrive(self, session_id: str) -> TurnMaker:
-        trajectory = self._trajectories[session_id] = self._guests.arrive(self._seed ^ hash(session_id) & (2**61 - 1))
+        trajectory = self._trajectories[session_id] = self._guests.arrive(self._seed ^ crc32(session_id.encode()))
         return trajectory
