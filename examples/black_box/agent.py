@@ -7,38 +7,46 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
 MAX_TURNS = 5
 
 
+@functools.cache
+def connections() -> DefaultAsyncHttpxClient:
+    """Shared by all trajectories of a process: making one takes as long as several turns."""
+    return DefaultAsyncHttpxClient()
+
+
 async def play(base_url: str, api_key: str, prompt: dict[str, Any]) -> dict[str, float]:
     """Let the model ask for the hidden numbers until it answers; returns its score and how often it asked."""
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
     values, messages, asked = prompt["extra_info"]["values"], list(prompt["messages"]), 0
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2) as client:
-        for _ in range(MAX_TURNS):
-            try:
-                reply = await client.chat.completions.create(model="policy", messages=messages)
-            except BadRequestError as error:
-                if error.code == "context_length_exceeded":  # it talked until there was no room: no answer
-                    break
-                raise
-            text = (reply.choices[0].message.content or "").strip()
-            if text.startswith("="):
-                right = text.removeprefix("=").strip() == str(prompt["ground_truth"])
-                return {"score": float(right), "asked": asked}
-            if reply.choices[0].finish_reason == "length":
+    for _ in range(MAX_TURNS):
+        try:
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+        except BadRequestError as error:
+            if error.code == "context_length_exceeded":  # it talked until there was no room: no answer
                 break
-            asked += 1
-            messages += [
-                {"role": "assistant", "content": reply.choices[0].message.content},
-                {"role": "user", "content": str(values.get(text, "?"))},
-            ]
+            raise
+        [choice] = reply.choices
+        text = (choice.message.content or "").strip()
+        if text.startswith("="):
+            right = text.removeprefix("=").strip() == str(prompt["ground_truth"])
+            return {"score": float(right), "asked": asked}
+        if choice.finish_reason == "length":
+            break
+        asked += 1
+        messages += [
+            {"role": "assistant", "content": choice.message.content},
+            {"role": "user", "content": str(values.get(text, "?"))},
+        ]
     return {"score": 0.0, "asked": asked}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 SINGLE_TURN, TOOL, BLACK_BOX = "single_turn_agent", "tool_agent", "black_box_agent"
 AGENT_LOOPS = (SINGLE_TURN, TOOL, BLACK_BOX)
+END, GO_ON = "end", "go_on"
 TRUNCATE_SIDES = ("left", "right", "middle")
 
 
@@ -50,7 +51,9 @@ class MultiTurnConfig:
     max_assistant_turns: int | None = None
     """Most messages of the model in a trajectory; null: as many as data.max_response_length has room for."""
     max_tokens_per_turn: int | None = None
-    """Most tokens of one message; a message cut there ends the trajectory. null: what is left of data.max_response_length."""
+    """Most tokens of one message; null: what is left of data.max_response_length."""
+    cut_message: str = END
+    """What follows a message that was cut at max_tokens_per_turn: end (the trajectory ends and is scored as it is) | go_on (the environment answers it like a whole one)."""
     tools: list[str] = field(default_factory=list)
     """Tools that the model may call: calculator, python, or your own as `module:object`."""
     max_parallel_calls: int = 1

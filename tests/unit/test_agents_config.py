@@ -37,6 +37,16 @@ def config_of(*overrides: str) -> Config:
         ([f"{ROLLOUT}.agent.serve_sessions=true"], type(None)),
         ([TOOL, HIDDEN_SUM], ToolAgent),
         ([TOOL, f"{ROLLOUT}.multi_turn.tools=[calculator,python]"], ToolAgent),
+        (
+            [
+                TOOL,
+                HIDDEN_SUM,
+                f"{ROLLOUT}.ignore_eos=true",
+                f"{ROLLOUT}.multi_turn.max_tokens_per_turn=8",
+                f"{ROLLOUT}.multi_turn.cut_message=go_on",
+            ],
+            ToolAgent,
+        ),
         ([BOX, f"{ROLLOUT}.agent.black_box.function=json:dumps"], BlackBoxAgent),
         ([BOX, f"{ROLLOUT}.agent.black_box.command='python agent.py'"], BlackBoxAgent),
     ],
@@ -61,6 +71,11 @@ REFUSED: list[tuple[list[str], str]] = [
         "multi_turn.sandbox.timeout_s=10 is not below",
     ),
     ([TOOL, HIDDEN_SUM, f"{ROLLOUT}.ignore_eos=true"], "ignore_eos=True never ends a message"),
+    (
+        [TOOL, HIDDEN_SUM, f"{ROLLOUT}.ignore_eos=true", f"{ROLLOUT}.multi_turn.max_tokens_per_turn=8"],
+        "or cut messages with",
+    ),
+    ([f"{ROLLOUT}.multi_turn.cut_message=stop"], "allowed is end | go_on"),
     (
         [TOOL, HIDDEN_SUM, f"{ROLLOUT}.ignore_eos=true", "data.synthetic_lengths.mean_tokens=9"],
         "mean_tokens=9 draws the length of a single response",
