@@ -201,7 +201,7 @@ def model(args: argparse.Namespace) -> str:
 def random_model(size: str, context: int, directory: Path, device: str) -> None:
     """A Hugging Face directory with random weights in bfloat16 and the tiny model's tokenizer: ids beyond it have no text."""
     import torch
-    from gpu_trainer import shape
+    from trainer_models import shape
     from transformers import AutoModelForCausalLM
 
     from psrl.models.tiny_tokenizer import END_ID, PAD_ID, make_tokenizer, save_tokenizer

@@ -1,6 +1,7 @@
 """The update step on a GPU: model FLOPs utilisation and peak memory of each backend, and what chunked log-probs save.
 
     python benchmarks/gpu_trainer.py [--sizes 0.6b 1.7b] [--length 4096] [--rows 4] [--profile]
+    python benchmarks/gpu_trainer.py --packing [--sizes ...] [--length 4096]      # rows with padding against none: trainer_packing.py
 
 Qwen3-shaped models with random weights, rows of `--length` tokens without padding, bfloat16 compute over float32 weights; with
 activations recomputed, kept, and kept without torch.compile. MFU counts the forward and backward pass of the model once (recomputation is overhead), causal
@@ -10,14 +11,15 @@ attention as half of the square, over the matrix rate that the same GPU reaches 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
+from trainer_models import DATASHEET_FLOPS, GIB, SIZES, VOCABULARY, clean, matrix_rate, shape, step_flops
+from trainer_packing import compare
+from transformers import AutoModelForCausalLM
 
 from psrl.algorithms.aggregation import Aggregation
 from psrl.algorithms.policy import PolicyLoss
@@ -27,20 +29,11 @@ from psrl.config.actor import ActorConfig
 from psrl.trainer.backends.base import MicroBatch
 from psrl.trainer.backends.make import make_backend
 
-DATASHEET_FLOPS = 989e12
-"""Dense bfloat16 of an H100 or H200."""
-SIZES = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
 ACTIVATIONS: dict[str, dict[str, bool]] = {
     "recomputed": {"gradient_checkpointing": True},
     "kept": {},
     "kept, eager": {"use_torch_compile": False},
 }
-VOCABULARY = 151936
-GIB = 2**30
 
 
 def main() -> int:
@@ -52,7 +45,13 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="one more step each: where the time goes, by kernel")
+    parser.add_argument("--packing", action="store_true", help="compare rows with padding and without instead")
+    parser.add_argument(
+        "--budget-s", type=float, default=120.0, help="--packing: seconds after which nothing more is begun"
+    )
     args = parser.parse_args()
+    if args.packing:
+        return compare(args.sizes, args.length, args.rows, args.steps, args.budget_s)
     reached = matrix_rate()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; matrix product in bfloat16 {reached / 1e12:.0f} TFLOP/s"
@@ -135,13 +134,6 @@ def by_kernel(step: Callable[[], object]) -> str:
     return "\n".join(f"    {row.self_device_time_total / 1e3:9.1f} ms {row.count:6} x {row.key[:110]}" for row in rows)
 
 
-def shape(size: str) -> PretrainedConfig:
-    return Qwen3Config(
-        vocab_size=VOCABULARY, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-        max_position_embeddings=40960, **SIZES[size],
-    )  # fmt: skip
-
-
 def micro_batch(rows: int, length: int, seed: int) -> MicroBatch:
     generator = torch.Generator("cuda").manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (rows, length), device="cuda", generator=generator)
@@ -157,29 +149,6 @@ def micro_batch(rows: int, length: int, seed: int) -> MicroBatch:
         rollout_log_probs=torch.full((rows, length), -12.0, device="cuda"),
         sequences=Sequences.of_rows(mask),
     )
-
-
-def step_flops(config: PretrainedConfig, rows: int, length: int) -> float:
-    """Forward and backward of one micro-batch: 6 for each weight of a matrix product and token, and causal attention."""
-    heads = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    layer = config.hidden_size * (2 * heads + 2 * kv) + 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_hidden_layers * layer + config.vocab_size * config.hidden_size
-    attention = config.num_hidden_layers * 2 * 2 * heads * length / 2  # scores and values, half of the square
-    return rows * length * (6.0 * weights + 3.0 * attention)
-
-
-def matrix_rate() -> float:
-    """What the GPU reaches in a large bfloat16 product of random matrices, operations a second."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(10):
-        a @ b
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(50):
-        a @ b
-    torch.cuda.synchronize()
-    return 50 * 2 * 8192**3 / (time.perf_counter() - begun)
 
 
 def log_prob_memory(length: int) -> None:
@@ -216,11 +185,6 @@ def extra_peak(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], length
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     return torch.cuda.max_memory_allocated() - 2 * logits.numel() * logits.element_size(), min(times)
-
-
-def clean() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def _refuse_fsdp_keys(config: Config) -> None:
     actor = config.train_actor_rollout_ref.actor
     given = {
         "ulysses_sequence_parallel_size": (actor.ulysses_sequence_parallel_size, 1),
+        "use_remove_padding": (actor.use_remove_padding, False),
         "fsdp_config.fsdp_size": (actor.fsdp_config.fsdp_size, -1),
         "fsdp_config.param_offload": (actor.fsdp_config.param_offload, False),
         "fsdp_config.optimizer_offload": (actor.fsdp_config.optimizer_offload, False),
@@ -105,6 +106,11 @@ def _check_fsdp(config: Config) -> None:
         raise ConfigError(
             f"{ACTOR}.ulysses_sequence_parallel_size={sharing} does not divide the {ranks} trainer ranks "
             "(psrl.deployment.train_nnodes x train_ngpus_per_node): choose a divisor."
+        )
+    if actor.use_remove_padding and sharing > 1:
+        raise ConfigError(
+            f"{ACTOR}.use_remove_padding=True cannot be had with {ACTOR}.ulysses_sequence_parallel_size={sharing}, which shares rows of "
+            "equal length: leave one of them out."
         )
     if shards == 0 or shards < -1 or (shards > 0 and ranks % shards):
         raise ConfigError(
@@ -142,11 +148,23 @@ def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
             "feed-forward size": model.get("intermediate_size", size),
         }
     else:
+        if actor.use_remove_padding and not has_full_attention(model):
+            raise ConfigError(
+                f"{ACTOR}.use_remove_padding=True needs full attention in every layer, which this {model.get('model_type')} model has "
+                "not: set it to False."
+            )
         key, size = f"{ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size
         divided = {"attention heads": heads}
     for what, number in divided.items():
         if number % size:
             raise ConfigError(f"{key}={size} does not divide the model's {what} ({number}): choose a divisor.")
+
+
+def has_full_attention(model: Mapping[str, Any]) -> bool:
+    """No layer of this model (the contents of its config.json) looks through a window."""
+    kinds = set(model.get("layer_types") or ("full_attention",))
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    return kinds == {"full_attention"} and window is None
 
 
 def sharing_ranks(config: Config) -> int:

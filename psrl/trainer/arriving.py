@@ -93,5 +93,6 @@ def plan_settings(actor: TrainBackend, config: Config) -> PlanSettings:
         num_ranks=actor.dp_size,
         max_tokens=settings.ppo_max_token_len_per_gpu,
         row_ranks=ranks_of_a_row(settings),
+        padded=not settings.use_remove_padding,
         hidden_size=actor.hidden_size if settings.use_shared_prompt and actor.can_share_prompts else None,
     )

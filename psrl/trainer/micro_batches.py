@@ -45,16 +45,22 @@ def trainable_lengths(tokens: Sequence[Sequence[int]], least_valid: int = 2) -> 
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], num_ranks: int, max_tokens: int, micro_batch_cost: int = MICRO_BATCH_COST
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    micro_batch_cost: int = MICRO_BATCH_COST,
+    *,
+    padded: bool = True,
 ) -> MicroBatchPlan:
     """Deal the samples to ranks, balanced by tokens, then cut each rank's into micro-batches with little padding. `lengths` are
     in tokens of one GPU: where several share a row, of its part.
 
     A micro-batch of rows with lengths l_1 >= l_2 >= ... costs rows x l_1 (padding included), which never exceeds
-    `max_tokens`. Samples of length 0 are left out. The plan depends on the arguments only.
+    `max_tokens`. Not `padded`: it costs the sum of its lengths, which does not, and a rank's micro-batches are few and, where
+    that works out, equal. Samples of length 0 are left out. The plan depends on the arguments only.
 
-    `plan_micro_batches([7] * 8, 1, 8)` has 8 micro-batches of one row. Raises ValueError for a sample longer than
-    `max_tokens`, naming its length.
+    `plan_micro_batches([7] * 8, 1, 8)` has 8 micro-batches of one row; `plan_micro_batches([6, 1, 1], 1, 8, padded=False)`
+    has one of all. Raises ValueError for a sample longer than `max_tokens`, naming its length.
     """
     for index, length in enumerate(lengths):
         if length > max_tokens:
@@ -63,23 +69,50 @@ def plan_micro_batches(
                 " at least data.max_prompt_length + data.max_response_length, over the ranks that share a row, or lower those"
             )
     order = sorted((i for i, length in enumerate(lengths) if length > 0), key=lambda i: (-lengths[i], i))
-    packed = [
-        _pack(indices, [lengths[i] for i in indices], max_tokens, micro_batch_cost)
-        for indices in _deal(order, lengths, num_ranks)
-    ]
+    dealt = _deal(order, lengths, num_ranks)
+    if padded:
+        packed = [_pack(indices, [lengths[i] for i in indices], max_tokens, micro_batch_cost) for indices in dealt]
+    else:
+        packed = _fill(dealt, lengths, max_tokens)
     count = max(len(batches) for batches in packed)
     return MicroBatchPlan(tuple(tuple(batches + [()] * (count - len(batches))) for batches in packed))
 
 
-def _deal(order: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Longest first, each to the rank with the fewest tokens so far (ties to the lowest rank)."""
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
+def _deal(order: Sequence[int], lengths: Sequence[int], shares: int) -> list[list[int]]:
+    """Longest first, each to the share (a rank, a micro-batch) with the fewest tokens so far (ties to the lowest)."""
+    dealt: list[list[int]] = [[] for _ in range(shares)]
+    loads = [(0, share) for share in range(shares)]
     for index in order:
-        load, rank = loads[0]
-        dealt[rank].append(index)
-        heapq.heapreplace(loads, (load + lengths[index], rank))
+        load, share = loads[0]
+        dealt[share].append(index)
+        heapq.heapreplace(loads, (load + lengths[index], share))
     return dealt
+
+
+def _fill(dealt: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> list[list[tuple[int, ...]]]:
+    """Cut each rank's samples, longest first, into as few micro-batches within `max_tokens` as first fit finds, as many as the
+    rank with the most has, and equal ones where that works out: they run side by side."""
+    fitted = [_first_fit(indices, lengths, max_tokens) for indices in dealt]
+    count = max(map(len, fitted))
+    filled = []
+    for indices, tight in zip(dealt, fitted, strict=True):
+        even = _deal(indices, lengths, count)
+        fits = all(sum(lengths[i] for i in batch) <= max_tokens for batch in even)
+        filled.append([tuple(batch) for batch in (even if fits else tight)])
+    return filled
+
+
+def _first_fit(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Each to the first micro-batch that still has room for it."""
+    batches: list[list[int]] = []
+    room = np.full(len(indices), max_tokens, dtype=np.int64)
+    for index in indices:
+        first = int((room >= lengths[index]).argmax())
+        if first == len(batches):
+            batches.append([])
+        batches[first].append(index)
+        room[first] -= lengths[index]
+    return batches
 
 
 def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int, cost: int) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ class PlanSettings:
     """`mini_groups`: groups of an optimizer step. `least_valid`: trainable samples without which a group is left out.
     `micro_samples`: samples of a micro-batch on each rank; None: as many as `max_tokens` on each GPU allow, of which there are
     `row_ranks` to a row, with a part of it each. `num_ranks`: those that work on different samples. `hidden_size`: of a model
-    whose rows may share prompts; None: each sample is a row."""
+    whose rows may share prompts; None: each sample is a row. Not `padded`: the model computes nothing for padding."""
 
     mini_groups: int
     least_valid: int
@@ -30,6 +30,7 @@ class PlanSettings:
     max_tokens: int
     hidden_size: int | None
     row_ranks: int = 1
+    padded: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class StepPlan:
         rows = self._rows(self._next, end)
         self._next = end
         parts = [-(-row.length // self.settings.row_ranks) for row in rows]
-        plan = plan_micro_batches(parts, self.settings.num_ranks, self.settings.max_tokens)
+        settings = self.settings
+        plan = plan_micro_batches(parts, settings.num_ranks, settings.max_tokens, padded=settings.padded)
         batches = [
             tuple(tuple(rows[i] for i in rank[number]) for rank in plan.ranks)
             for number in range(plan.num_micro_batches)

@@ -20,6 +20,7 @@ from psrl.algorithms.sequences import Sequences
 from psrl.trainer.backends.base import MicroBatch
 from psrl.trainer.backends.core import BackendCore
 from psrl.trainer.backends.make import make_backend
+from psrl.trainer.backends.unpadded import IN_ONE_KERNEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -29,6 +30,8 @@ VARIANTS = [
     pytest.param({"use_torch_compile": True}, id="compiled"),
     pytest.param({"fsdp_config": {"param_offload": True}}, id="param_offload"),
     pytest.param({"fsdp_config": {"optimizer_offload": True}}, id="optimizer_offload"),
+    pytest.param({"use_remove_padding": True}, id="unpadded"),
+    pytest.param({"use_remove_padding": True, "use_torch_compile": True}, id="unpadded, compiled"),
     pytest.param({"strategy": "megatron"}, marks=MEGATRON, id="megatron"),
 ]
 SPREAD = [variant for variant in ALL if variant.values[0].world_size == 2]
@@ -50,7 +53,7 @@ def on(device: str, seed: int = 0, **actor) -> BackendCore:
 @pytest.mark.parametrize("actor", VARIANTS)
 def test_log_probs_curve_and_checkpoint_are_those_of_the_cpu(actor, tmp_path):
     cpu, gpu = on("cpu"), on("cuda", **actor)
-    expected, got = log_probs_by_row(cpu), log_probs_by_row(gpu)
+    expected, got = log_probs_by_row(cpu, shared=gpu.can_share_prompts), log_probs_by_row(gpu)
     assert got.keys() == expected.keys()
     for row, values in expected.items():
         torch.testing.assert_close(got[row], values, rtol=0, atol=1e-4)
@@ -67,6 +70,35 @@ def test_log_probs_curve_and_checkpoint_are_those_of_the_cpu(actor, tmp_path):
     shards = {s.name: s.local.cpu() for s in gpu.weight_shards()}
     for shard in cpu.weight_shards():
         torch.testing.assert_close(shards[shard.name], shard.local, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_kernel_for_sequences_of_any_lengths_is_as_near_to_the_cpu_as_rows_with_padding(compiled, recomputed):
+    """In bfloat16, since the kernel takes no float32; three steps with micro-batches of many shapes."""
+    cpu = on("cpu")
+    padded, unpadded = (
+        on(
+            "cuda",
+            mixed_precision="bfloat16",
+            use_torch_compile=compiled,
+            gradient_checkpointing=recomputed,
+            use_remove_padding=removed,
+        )
+        for removed in (False, True)
+    )
+    assert unpadded._model.config._attn_implementation == IN_ONE_KERNEL
+    exact = log_probs_by_row(cpu, shared=False)
+    off = {}
+    for name, backend in (("padded", padded), ("unpadded", unpadded)):
+        found = log_probs_by_row(backend, shared=False)
+        assert found.keys() == exact.keys()
+        off[name] = max(float((found[row] - values).abs().max()) for row, values in exact.items())
+    assert 0 < off["unpadded"] <= max(2 * off["padded"], 0.02)
+    for step, cap in enumerate((1024, 15, 30)):
+        ours, other = train_step(unpadded, step, cap=cap), train_step(cpu, step)
+        assert ours["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=0.1)
+        assert ours["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +128,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 def test_two_gpus_train_like_one_cpu_rank(variant, spread):
     tmp_path, curve = spread(variant.name)
     cpu = on("cpu")
-    for row, values in log_probs_by_row(cpu).items():
+    for row, values in log_probs_by_row(cpu, shared=not variant.actor.get("use_remove_padding")).items():
         ranks = [torch.load(tmp_path / "log_probs" / f"{rank}.pt", weights_only=False) for rank in range(2)]
         got = [rank[row] for rank in ranks if row in rank]
         assert got

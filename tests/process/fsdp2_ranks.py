@@ -154,17 +154,17 @@ def save(backend: BackendCore, root: Path, step: int, killed: bool = False) -> N
         checkpoints.finish(path, {"version": step})
 
 
-def log_probs_by_row(backend: BackendCore) -> dict[tuple[int, ...], torch.Tensor]:
-    return scores_by_row(backend, backend.log_probs)
+def log_probs_by_row(backend: BackendCore, *, shared: bool = True) -> dict[tuple[int, ...], torch.Tensor]:
+    return scores_by_row(backend, backend.log_probs, shared=shared)
 
 
 def scores_by_row(
-    backend: BackendCore, score: Callable[[MicroBatch], torch.Tensor]
+    backend: BackendCore, score: Callable[[MicroBatch], torch.Tensor], *, shared: bool = True
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """What `score` says of this rank's rows, with and without shared prompts, by the row's tokens."""
+    """What `score` says of this rank's rows, with (if it can and should) and without shared prompts, by the row's tokens."""
     groups = make_groups(3, num_groups=4, size=5)
-    shared = [False, True] if backend.can_share_prompts else [False]
-    batches = [b for s in shared for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s, backend.device)]
+    ways = [False, True] if shared and backend.can_share_prompts else [False]
+    batches = [b for s in ways for b in make_batches(groups, backend.dp_rank, backend.dp_size, 64, s, backend.device)]
     return {
         tuple(ids[real].tolist()): values[mask].cpu()
         for batch in batches

@@ -75,6 +75,7 @@ MEGATRON = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not ins
 SPREAD: dict[str, dict[str, object]] = {
     "hsdp-2x1": {f"{ACTOR}.fsdp_config.fsdp_size": 1},
     "ulysses-2": {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
+    "unpadded-2": {f"{ACTOR}.use_remove_padding": True},
     "megatron-tp2": {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.tensor_model_parallel_size": 2},
 }
 
@@ -98,6 +99,13 @@ def test_every_backend_gives_the_curve_of_the_run_on_two_ranks(
 @MEGATRON
 def test_megatron_gives_the_curve_of_the_run_on_one_rank(recorded: Path, tmp_path: Path) -> None:
     same_curve(recorded, replayed(recorded, 1, tmp_path / "store", f"{ACTOR}.strategy=megatron"))
+
+
+@pytest.mark.parametrize("budget", [16384, 64])
+def test_without_padding_it_is_the_curve_of_the_run(recorded: Path, tmp_path: Path, budget: int) -> None:
+    """In one micro-batch and in several."""
+    changes = (f"{ACTOR}.use_remove_padding=True", f"{ACTOR}.ppo_max_token_len_per_gpu={budget}")
+    same_curve(recorded, replayed(recorded, 1, tmp_path / "store", *changes))
 
 
 def same_curve(recorded: Path, again: list[dict[str, float]]) -> None:

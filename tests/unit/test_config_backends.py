@@ -66,6 +66,14 @@ REFUSED = [
         r"ulysses_sequence_parallel_size=2 has no meaning with .*strategy=megatron: leave it at 1",
     ),
     (
+        {"strategy": "megatron", "use_remove_padding": True},
+        r"use_remove_padding=True has no meaning with .*strategy=megatron: leave it at False",
+    ),
+    (
+        {"use_remove_padding": True, "ulysses_sequence_parallel_size": 2},
+        r"use_remove_padding=True cannot be had with .*ulysses_sequence_parallel_size=2, .*: leave one of them out",
+    ),
+    (
         {"strategy": "megatron", "fsdp_config": {"param_offload": True}},
         r"param_offload=True has no meaning with .*strategy=megatron",
     ),
@@ -91,6 +99,7 @@ def test_a_missing_package_is_one_sentence():
         {BUDGET: 1024, "ulysses_sequence_parallel_size": 2},
         {BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4},
         {"ulysses_sequence_parallel_size": 2, "fsdp_config": {"fsdp_size": 2}},
+        {"use_remove_padding": True, "fsdp_config": {"fsdp_size": 2}},
         {"strategy": "megatron"},
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
         {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}},
@@ -139,6 +148,16 @@ QWEN = {
             r"context_parallel_size=8 does not divide the 4 attention heads of each tensor-parallel rank",
         ),
         (
+            {"use_remove_padding": True},
+            QWEN | {"sliding_window": 4096, "use_sliding_window": True},
+            r"use_remove_padding=True needs full attention in every layer, which this qwen3 model has not: set it to False",
+        ),
+        (
+            {"use_remove_padding": True},
+            QWEN | {"layer_types": ["sliding_attention", "full_attention"]},
+            r"use_remove_padding=True needs full attention in every layer",
+        ),
+        (
             {"ulysses_sequence_parallel_size": 3},
             QWEN,
             r"ulysses_sequence_parallel_size=3 does not divide the model's attention heads \(16\)",
@@ -151,15 +170,18 @@ def test_models_that_ranks_cannot_share_are_refused_before_anything_starts(actor
 
 
 @pytest.mark.parametrize(
-    "actor",
+    ("actor", "model"),
     [
-        {},
-        {"ulysses_sequence_parallel_size": 16},
-        {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 8}},
+        ({}, QWEN),
+        ({}, QWEN | {"sliding_window": 4096}),
+        ({"ulysses_sequence_parallel_size": 16}, QWEN),
+        ({"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 8}}, QWEN),
+        ({"use_remove_padding": True}, QWEN),
+        ({"use_remove_padding": True}, QWEN | {"sliding_window": 4096, "use_sliding_window": False}),
     ],
 )
-def test_models_that_ranks_can_share(actor):
-    check_model_layout(config(**actor), QWEN)
+def test_models_that_the_backend_takes(actor, model):
+    check_model_layout(config(**actor), model)
 
 
 def test_a_resumed_run_may_have_another_backend_on_other_ranks():

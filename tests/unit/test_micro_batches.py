@@ -99,6 +99,52 @@ def test_every_sample_once_within_the_cap_and_balanced(lengths, num_ranks, cap, 
     assert plan == plan_micro_batches(list(lengths), num_ranks, cap)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "cap", "expected"),
+    [
+        ([6, 1, 1], 1, 8, [[[6, 1, 1]]]),  # with padding it would take two
+        ([7] * 3, 1, 8, [[[7]] * 3]),
+        ([4, 4, 4, 4], 1, 8, [[[4, 4], [4, 4]]]),
+        ([3, 3, 3], 1, 8, [[[3, 3], [3]]]),
+        ([8, 4, 2, 2], 1, 16, [[[8, 4, 2, 2]]]),
+        ([9, 8, 7, 4, 3, 1], 1, 16, [[[9, 4, 3], [8, 7, 1]]]),  # as equal as dealing makes them
+        ([5, 5, 5], 2, 8, [[[5], [5]], [[5], []]]),  # a rank that needs fewer gets a dummy
+        ([5, 5, 3, 3], 2, 5, [[[5], [3]], [[5], [3]]]),
+        ([6, 6, 4, 4, 4], 1, 12, [[[6, 6], [4, 4, 4]]]),  # two equal ones by always filling the emptier do not work out
+        ([5], 2, 8, [[[5]], [[]]]),
+        ([0, 0], 2, 8, [[], []]),
+    ],
+)
+def test_without_padding_by_hand(lengths, num_ranks, cap, expected):
+    assert sizes(plan_micro_batches(lengths, num_ranks, cap, padded=False), lengths) == expected
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 5), st.integers(50, 300))
+def test_without_padding_every_sample_once_within_the_cap_in_few_micro_batches(lengths, num_ranks, cap):
+    plan = plan_micro_batches(lengths, num_ranks, cap, padded=False)
+    batches = [batch for rank in plan.ranks for batch in rank]
+    assert sorted(i for batch in batches for i in batch) == [i for i, n in enumerate(lengths) if n > 0]
+    assert {len(rank) for rank in plan.ranks} == {plan.num_micro_batches}
+    for rank in plan.ranks:
+        tokens = [sum(lengths[i] for i in batch) for batch in rank]
+        assert max(tokens, default=0) <= cap
+        assert all([lengths[i] for i in batch] == sorted((lengths[i] for i in batch), reverse=True) for batch in rank)
+    assert plan.num_micro_batches <= plan_micro_batches(lengths, num_ranks, cap, 10**6).num_micro_batches
+
+
+def test_without_padding_a_long_tail_takes_as_many_tokens_as_there_are():
+    lengths = [400] + [10] * 200
+    padded, unpadded = (plan_micro_batches(lengths, 1, 800, padded=padded) for padded in (True, False))
+    computed = sum(len(batch) * max(lengths[i] for i in batch) for batch in padded.ranks[0])
+    assert computed == sum(lengths) and padded.num_micro_batches == 4
+    assert unpadded.num_micro_batches == 3  # 2400 tokens at 800 each
+
+
+def test_without_padding_samples_too_long_to_share_a_micro_batch_go_alone():
+    plan = plan_micro_batches([600 + i % 7 for i in range(300)], 1, 1000, padded=False)
+    assert plan.num_micro_batches == 300
+
+
 def test_samples_and_groups_that_may_not_be_trained_have_no_length():
     assert trainable_lengths([[5, 0, 6], [0, 7], [3, 4], []]) == [5, 0, 6, 0, 0, 3, 4]
     assert trainable_lengths([[0, 7], [0]], least_valid=1) == [0, 7, 0]

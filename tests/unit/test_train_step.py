@@ -18,6 +18,7 @@ from psrl.trainer.chunks import whole
 from psrl.trainer.objective import kl_control
 from psrl.trainer.stages import needs_old_log_probs
 from psrl.trainer.step import train_step
+from psrl.trainer.step_plan import StepPlan
 
 pytestmark = pytest.mark.unit
 
@@ -142,6 +143,14 @@ def test_ranks_that_share_rows_share_their_token_budget(ulysses, row_ranks):
     config = make_config({"ulysses_sequence_parallel_size": ulysses, "ppo_max_token_len_per_gpu": 7})
     settings = plan_settings(BigramBackend(), config)
     assert (settings.max_tokens, settings.row_ranks) == (7, row_ranks)
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_what_the_model_does_with_padding_decides_what_a_micro_batch_holds(unpadded):
+    config = make_config({"use_remove_padding": unpadded, "ppo_max_token_len_per_gpu": 8})
+    plan = StepPlan(plan_settings(BigramBackend(), config))
+    (mini,) = plan.extend([[6, 2]], [1], samples=2, last=True)
+    assert [len(rows) for (rows,) in mini.batches] == ([2] if unpadded else [1, 1])
 
 
 def test_a_step_by_hand():

@@ -1,12 +1,14 @@
 """TrainBackend on PyTorch FSDP2 (`fully_shard`) for any Hugging Face causal model, on CPU (gloo) or CUDA (nccl).
 
-Rows are right-padded, so a causal model needs no padding mask: no real token ever looks at padding. Weights are sharded over
-all ranks or, with replicas (HSDP), over groups of them; ranks may share rows too (`ulysses.py`).
+Rows are right-padded, so a causal model needs no padding mask: no real token ever looks at padding. It may be left out
+altogether (`unpadded.py`). Weights are sharded over all ranks or, with replicas (HSDP), over groups of them; ranks may share
+rows too (`ulysses.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from psrl.algorithms.token_entropy import token_entropies
 from psrl.algorithms.token_log_probs import token_log_probs
+from psrl.config.backend_checks import has_full_attention
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import MicroBatch, SharedLayout, WeightShard
 from psrl.trainer.backends.core import (
@@ -36,6 +39,10 @@ from psrl.trainer.backends.core import (
     shared_mask,
 )
 from psrl.trainer.backends.ulysses import SIZE_KEY, Ulysses
+from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
+from psrl.trainer.backends.unpadded import attend_unpadded, without_padding
+
+logger = logging.getLogger(__name__)
 
 
 class FSDP2Backend(BackendCore):
@@ -62,6 +69,8 @@ class FSDP2Backend(BackendCore):
         dtype = compute_dtype(actor.mixed_precision)
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         sharing = actor.ulysses_sequence_parallel_size
+        if sharing > 1 and actor.use_remove_padding:
+            raise ValueError(f"{UNPADDED_KEY}=True cannot be had with {SIZE_KEY}={sharing}: leave one of them out")
         rows_mesh = _rows_mesh(device, world_size, sharing) if sharing > 1 else None
         super().__init__(
             actor,
@@ -73,19 +82,18 @@ class FSDP2Backend(BackendCore):
             dp_group=rows_mesh.get_group("dp") if rows_mesh else None,
         )
         self.hidden_size = int(model.config.hidden_size)
-        self.can_share_prompts = _can_share_prompts(model)
         self._model = model.eval()
-        self._ulysses: Ulysses | None = None
-        if rows_mesh is not None:
-            if not self.can_share_prompts:
-                raise ValueError(f"{SIZE_KEY}={sharing} needs full attention in every layer: use 1 for this model")
-            self._ulysses = Ulysses(model, rows_mesh.get_group("sp"))
+        self._unpadded = actor.use_remove_padding
+        self.can_share_prompts = _has_replaceable_attention(model)
+        self._ulysses = self._share_rows(rows_mesh.get_group("sp")) if rows_mesh is not None else None
+        if self._unpadded:
+            self._leave_padding_out(actor, dtype)
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
         if self._compiled:
-            _compile(layers)
+            _compile(layers, any_shape=self._unpadded)
         settings = actor.fsdp_config
         offload = settings.param_offload and device.type != "cpu"
         self._host_moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -100,6 +108,22 @@ class FSDP2Backend(BackendCore):
             self._put_moments_away()
         else:
             model.requires_grad_(False)
+
+    def _share_rows(self, group: dist.ProcessGroup) -> Ulysses:
+        """With the other ranks of `group`."""
+        size = dist.get_world_size(group)
+        if not self.can_share_prompts:
+            raise ValueError(f"{SIZE_KEY}={size} needs full attention in every layer: use 1 for this model")
+        return Ulysses(self._model, group)
+
+    def _leave_padding_out(self, actor: ActorConfig, dtype: torch.dtype) -> None:
+        """From each micro-batch, whose sequences have nothing in common any more."""
+        if not self.can_share_prompts:
+            raise ValueError(f"{UNPADDED_KEY}=True needs full attention in every layer: use False for this model")
+        if actor.use_shared_prompt and self.rank == 0:
+            logger.info("%s=True: each response has a copy of its prompt, use_shared_prompt is off", UNPADDED_KEY)
+        self.can_share_prompts = False
+        attend_unpadded(self._model, self.device, dtype)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty, and replicas of a
@@ -118,8 +142,11 @@ class FSDP2Backend(BackendCore):
         if self._ulysses is not None:
             return self._outputs_of_part(batch, self._ulysses, entropy)
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
-        inputs = {"input_ids": batch.input_ids, **_shared_inputs(batch.layout)}
-        logits = self._logits(inputs, predictors_of(batch, targets))
+        places = predictors_of(batch, targets)
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids, **_shared_inputs(batch.layout)}
+        if self._unpadded:
+            inputs, places = without_padding(batch, places)
+        logits = self._logits(inputs, places)
 
         def grid(values: torch.Tensor) -> torch.Tensor:
             return grid_of(values, targets, batch.input_ids.shape)
@@ -198,13 +225,12 @@ class FSDP2Backend(BackendCore):
         """Nothing: they are the same tensors."""
 
 
-def _can_share_prompts(model: PreTrainedModel) -> bool:
-    """Full attention in every layer through a kernel that takes any mask, and positions that may be given."""
+def _has_replaceable_attention(model: PreTrainedModel) -> bool:
+    """Full attention in every layer through a kernel that takes any mask, so another may stand in its place, and positions
+    that may be given."""
     config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     known = "position_ids" in inspect.signature(model.forward).parameters
-    return known and kinds == {"full_attention"} and window is None and config._attn_implementation == "sdpa"
+    return known and has_full_attention(config.to_dict()) and config._attn_implementation == "sdpa"
 
 
 def _shared_inputs(layout: SharedLayout | None) -> dict[str, torch.Tensor | None]:
@@ -243,10 +269,11 @@ def _checkpoint_activations(layers: list[torch.nn.Module]) -> None:
         layer.training = True
 
 
-def _compile(layers: list[torch.nn.Module]) -> None:
-    """One graph for all layers, since they share their code. Only `forward` is compiled, so FSDP's hooks stay outside."""
+def _compile(layers: list[torch.nn.Module], any_shape: bool) -> None:
+    """One graph for all layers, since they share their code. Only `forward` is compiled, so FSDP's hooks stay outside. `any_shape`:
+    hardly two micro-batches have the same, so the graph is made for all of them at once."""
     for layer in layers:
-        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+        layer.forward = torch.compile(layer.forward, dynamic=any_shape or None)  # type: ignore[method-assign]
 
 
 def _places(parameter: torch.Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
