@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -101,9 +102,10 @@ class CommandBox:
         self._argv = argv
         self._limits = Limits(
             timeout_s=config.timeout_s,
-            memory_bytes=int(config.max_memory_gb * 2**30),
+            memory_bytes=None if config.max_memory_gb is None else int(config.max_memory_gb * 2**30),
             processes=None,
             file_bytes=None,
+            open_files=None,
         )
 
     async def __call__(self, base_url: str, api_key: str, prompt: dict[str, Any]) -> Any:
@@ -112,6 +114,8 @@ class CommandBox:
             told, result = directory / "prompt.json", directory / "result.json"
             await asyncio.to_thread(told.write_text, json.dumps(prompt), encoding="utf-8")
             env = {
+                **own_environment(),
+                "TMPDIR": name,
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": api_key,
                 "PSRL_PROMPT_FILE": str(told),
@@ -122,6 +126,11 @@ class CommandBox:
                 said = " | ".join(line.strip() for line in done.output.splitlines()[-LAST_LINES:] if line.strip())
                 raise BlackBoxFailedError(done.ended + (f": {said[-500:]}" if said else ""))
             return read_result(result)
+
+
+def own_environment() -> dict[str, str]:
+    """Ours, as the user started it: without the setting that keeps a program from finding the modules beside it."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 
 
 def read_result(path: Path) -> Any:

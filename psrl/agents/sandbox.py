@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -28,7 +29,6 @@ from psrl.supervisor.process import describe_exit
 log = logging.getLogger("psrl.agents")
 OOM_SCORE_ADJ = 900
 """The kernel ends such a program before anything else of the run."""
-OPEN_FILES = 256
 AFTER_KILL_S = 5.0
 MARK = "PSRL_SANDBOX"
 """In the environment of a program and, unless it takes pains, of all that it starts."""
@@ -36,12 +36,17 @@ MARK = "PSRL_SANDBOX"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
+    """None: not limited."""
+
     timeout_s: float = 10.0
-    memory_bytes: int = 2**30
+    memory_bytes: int | None = 2**30
     """Address space of each process."""
+    cpu_s: int | None = None
+    """CPU time of each process: a last resort behind the deadline."""
     processes: int | None = 32
-    """None: not limited (and not counted)."""
     file_bytes: int | None = 2**26
+    """Of each file that is written."""
+    open_files: int | None = 256
     output_bytes: int = 2**16
     """Kept of stdout and stderr together; what is in the middle of more is thrown away."""
     hidden: tuple[str, ...] = ()
@@ -52,10 +57,22 @@ class Limits:
         return Limits(
             timeout_s=config.timeout_s,
             memory_bytes=int(config.max_memory_gb * 2**30),
+            cpu_s=4 * math.ceil(config.timeout_s),  # threads count together
             processes=config.max_processes,
             file_bytes=int(config.max_file_mb * 2**20),
             hidden=tuple(hidden),
         )
+
+    def rlimits(self) -> dict[str, int]:
+        """Those that the kernel keeps for each process."""
+        limits = {
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }
+        return {name: value for name, value in limits.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +123,7 @@ async def run_program(
 
 def jailed(argv: Sequence[str], cwd: Path, limits: Limits, isolated: bool) -> list[str]:
     """The command that starts `argv` within its limits."""
-    rlimits = {
-        "RLIMIT_AS": limits.memory_bytes,
-        "RLIMIT_CPU": int(limits.timeout_s) + 2,  # of each process; a last resort behind the deadline
-        "RLIMIT_NOFILE": OPEN_FILES,
-        "RLIMIT_CORE": 0,
-    }
-    if limits.file_bytes is not None:
-        rlimits["RLIMIT_FSIZE"] = limits.file_bytes
+    rlimits = limits.rlimits()
     if (
         limits.processes is not None and not isolated
     ):  # the guard of a namespace counts better: this one counts the whole user

@@ -21,8 +21,8 @@ class BlackBoxConfig:
     """Deadline of one trajectory, the model's time included; beyond it the trajectory failed and is not trained."""
     max_concurrent: int = 64
     """Most trajectories that run at once in an agent loop process; further ones wait."""
-    max_memory_gb: float = 4.0
-    """Address-space limit of each of a command's processes."""
+    max_memory_gb: float | None = 16.0
+    """Address-space limit of each of a command's processes; null: none, for programs that reserve far more than they use (Node, CUDA)."""
 
 
 @dataclass

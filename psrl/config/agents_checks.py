@@ -36,7 +36,6 @@ AT_LEAST = {
 }
 POSITIVE = (
     f"{BOX}.timeout_s",
-    f"{BOX}.max_memory_gb",
     f"{TURNS}.step_timeout_s",
     f"{TURNS}.sandbox.timeout_s",
     f"{TURNS}.sandbox.max_memory_gb",
@@ -92,6 +91,10 @@ def _check_endless(turns: MultiTurnConfig) -> None:
 
 def _check_box(agent: AgentConfig) -> None:
     box = agent.black_box
+    if box.max_memory_gb is not None and not box.max_memory_gb > 0:
+        raise ConfigError(
+            f"{BOX}.max_memory_gb={box.max_memory_gb:g} is refused: it must be greater than 0, or null for no limit."
+        )
     if (box.function is None) == (box.command is None):
         said = f"function={box.function} and command={box.command} are both set" if box.function else "neither is set"
         raise ConfigError(

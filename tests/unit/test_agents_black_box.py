@@ -179,6 +179,16 @@ def test_a_program_is_told_where_and_what_by_its_environment(tmp_path: Path) -> 
     assert run(program(tmp_path, code)) == Ending(1.0, {"turns": 2.0})
 
 
+def test_a_program_has_the_users_environment_and_finds_the_modules_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SETTING", "7")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    (tmp_path / "beside.py").write_text("score = 0.5")
+    code = f"import beside; {RESULT}(str(beside.score * (os.environ['MY_SETTING'] == '7')))"
+    assert run(program(tmp_path, code)) == Ending(0.5)
+
+
 def test_a_program_without_a_result_leaves_it_to_the_verifier(tmp_path: Path) -> None:
     assert run(program(tmp_path, "print('done')")) == Ending()
 

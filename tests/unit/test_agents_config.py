@@ -86,6 +86,7 @@ REFUSED: list[tuple[list[str], str]] = [
         "partial_rollout.interrupt_as_prompt=True",
     ),
     ([BOX], "neither is set"),
+    ([BOX, FUNCTION, f"{ROLLOUT}.agent.black_box.max_memory_gb=0"], "or null for no limit"),
     ([BOX, FUNCTION, f"{ROLLOUT}.agent.black_box.command=agent"], "are both set"),
     ([BOX, f"{ROLLOUT}.agent.black_box.command='agent \"'"], "cannot be split into words: No closing quotation"),
     ([BOX, f"{ROLLOUT}.agent.black_box.command=' '"], "black_box.command is empty"),
