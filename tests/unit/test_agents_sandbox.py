@@ -24,7 +24,7 @@ needs_namespaces = pytest.mark.skipif(
     sandbox.why_no_namespaces() is not None, reason=f"no namespaces here: {sandbox.why_no_namespaces()}"
 )
 both_kinds = pytest.mark.parametrize("isolated", [pytest.param(True, marks=needs_namespaces), False])
-QUICK = Limits(timeout_s=20.0)
+QUICK = Limits(timeout_s=60.0)
 
 
 def run(
@@ -45,28 +45,28 @@ def test_output_and_exit_code_come_back(tmp_path: Path, isolated: bool) -> None:
 
 @both_kinds
 def test_an_endless_loop_is_killed_at_the_deadline(tmp_path: Path, isolated: bool) -> None:
-    done = run("print('begun', flush=True)\nwhile True: pass", tmp_path, Limits(timeout_s=1.5), isolated=isolated)
-    assert done == Finished("killed after 1.5 s", "begun\n")
+    done = run("print('begun', flush=True)\nwhile True: pass", tmp_path, Limits(timeout_s=5), isolated=isolated)
+    assert done == Finished("killed after 5 s", "begun\n")
 
 
 @both_kinds
 def test_a_gigabyte_is_refused(tmp_path: Path, isolated: bool) -> None:
-    limits = Limits(timeout_s=20.0, memory_bytes=256 * 2**20)
+    limits = Limits(timeout_s=60.0, memory_bytes=256 * 2**20)
     done = run("b = bytearray(2**30)\nprint('has it')", tmp_path, limits, isolated=isolated)
     assert done.ended == "exit code 1" and "MemoryError" in done.output
 
 
 @both_kinds
 def test_endless_output_is_cut_and_ended_by_the_deadline(tmp_path: Path, isolated: bool) -> None:
-    limits = Limits(timeout_s=1.5, output_bytes=1000)
+    limits = Limits(timeout_s=5, output_bytes=1000)
     done = run("while True: print('x' * 1000)", tmp_path, limits, isolated=isolated)
-    assert done.ended == "killed after 1.5 s" and len(done.output) < 1100 and " bytes ..." in done.output
+    assert done.ended == "killed after 5 s" and len(done.output) < 1100 and " bytes ..." in done.output
 
 
 @both_kinds
 def test_a_large_file_is_refused(tmp_path: Path, isolated: bool) -> None:
     code = "open('large', 'wb').write(bytes(2**21))"
-    done = run(code, tmp_path, Limits(timeout_s=20.0, file_bytes=2**20), isolated=isolated)
+    done = run(code, tmp_path, Limits(timeout_s=60.0, file_bytes=2**20), isolated=isolated)
     assert done.ended and (tmp_path / "large").stat().st_size <= 2**20
 
 
@@ -87,10 +87,10 @@ LEAVES_CHILDREN = """
 @pytest.mark.parametrize("stays", [False, True])
 def test_nothing_is_left_of_what_it_started(tmp_path: Path, isolated: bool, stays: bool) -> None:
     before = _descendants_marked()
-    limits = Limits(timeout_s=3.0)
+    limits = Limits(timeout_s=8 if stays else 60)
     done = run(LEAVES_CHILDREN + ("    time.sleep(600)\n" if stays else ""), tmp_path, limits, isolated=isolated)
     assert done.output == "started\n"
-    assert done.ended == ("killed after 3 s" if stays else "")
+    assert done.ended == ("killed after 8 s" if stays else "")
     assert _descendants_marked() <= before
 
 
@@ -158,7 +158,7 @@ def test_files_outside_are_not_written_and_hidden_ones_not_read(tmp_path: Path) 
         print(os.getuid(), sorted(os.listdir("/proc/self/fd")))
     """
     assert run(code, inside).output.splitlines()[0] == "key"
-    hidden = run(code, inside, Limits(timeout_s=20.0, hidden=(str(outside),)))
+    hidden = run(code, inside, Limits(timeout_s=60.0, hidden=(str(outside),)))
     # Descriptors: its own three, and the one that lists them.
     assert hidden == Finished("", "unreadable\n65534 ['0', '1', '2', '3']\n")
     assert [p.name for p in outside.iterdir()] == ["secret"] and (inside / "mine").read_text() == "written"
@@ -287,12 +287,13 @@ def test_marks_are_found(tmp_path: Path) -> None:
         ("print(sum(range(5)))", "10"),
         ("x = 1", ""),
         ("print('a'); raise SystemExit(2)", "a\n[exit code 2]"),
-        ("while True: pass", "[killed after 1.5 s]"),
+        ("while True: pass", "[killed after 4 s]"),
         ("print(open('program.py').read()[:5])", "print"),
     ],
 )
 def test_the_python_tool_answers_with_what_was_printed(code: str, answer: str) -> None:
-    tool = PythonTool(Limits.from_config(SandboxConfig(timeout_s=1.5)))
+    timeout_s = 4.0 if code.startswith("while") else 60.0
+    tool = PythonTool(Limits.from_config(SandboxConfig(timeout_s=timeout_s)))
     assert asyncio.run(tool.run(code)) == answer
 
 
