@@ -62,7 +62,7 @@ def test_the_swe_example_runs(new_run: NewRun, tmp_path: Path) -> None:
             "+profile": "agentic",
             "data.task": "mini_swe.task:MiniSwe",
             "data.task_params.size": 16,
-            "data.max_prompt_length": 1024,
+            "data.max_prompt_length": 768,
             "data.max_response_length": 256,
             f"{ROLLOUT}.agent.default_agent_loop": "tool_agent",
             f"{ROLLOUT}.multi_turn.environment": "mini_swe.environment:SweEnvironment",
