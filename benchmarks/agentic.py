@@ -73,14 +73,22 @@ def main() -> int:
         first = 0.0
         for number, name in enumerate(args.only):
             run_dir = scratch / f"{number:02}"
-            shared = [*COMMON, *ON_CPU, *args.set, f"model={base / 'model'}", f"trainer.total_training_steps={args.steps}"]
+            shared = [
+                *COMMON,
+                *ON_CPU,
+                *args.set,
+                f"model={base / 'model'}",
+                f"trainer.total_training_steps={args.steps}",
+            ]
             launch(run_dir, [*shared, *CASES[name]])
             first = report(name, run_dir, first)
     return 0
 
 
 def launch(run_dir: Path, overrides: list[str]) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    }
     arguments = [sys.executable, "-m", "psrl.launch", f"run_dir={run_dir}", *overrides]
     subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, env=environment)
 

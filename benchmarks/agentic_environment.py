@@ -36,7 +36,9 @@ class Chores:
         system = {"role": "system", "content": text(0, self.system_tokens)}
         for i in range(self.size):
             content = text(self.seed * self.size + i + 1, self.prompt_tokens)
-            yield TaskItem(messages=[system, {"role": "user", "content": content}], data_source="chores", ground_truth=i)
+            yield TaskItem(
+                messages=[system, {"role": "user", "content": content}], data_source="chores", ground_truth=i
+            )
 
     def score(self, answer: Answer) -> float:
         return float(zlib.crc32(answer.solution_str.encode()) % 2)

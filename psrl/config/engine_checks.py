@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from psrl.config.cache_blocks import cache_block_size
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config, RolloutEngineConfig
 
@@ -29,6 +30,7 @@ HAS_A_KEY = {
     "enforce_eager": f"{ROLLOUT}.enforce_eager",
     "max_num_batched_tokens": f"{ROLLOUT}.max_num_batched_tokens",
     "enable_prefix_caching": f"{ROLLOUT}.enable_prefix_caching",
+    "kv_events_config": "psrl.rollout_coordination.routing_strategy.method=cache_aware",
 }
 """vLLM's arguments that are keys of their own."""
 VLLM_ONLY = (
@@ -37,7 +39,6 @@ VLLM_ONLY = (
     "gpu_memory_utilization",
     "enforce_eager",
     "max_num_batched_tokens",
-    "enable_prefix_caching",
     "engine_kwargs",
 )
 
@@ -50,6 +51,11 @@ def has_vllm() -> bool:
 def check_engine(config: Config, *, vllm_installed: bool) -> None:
     """Refuse what the chosen engine cannot do (ConfigError, one sentence)."""
     gen = config.gen_actor_rollout_ref.rollout
+    if cache_block_size(config) and not gen.enable_prefix_caching:
+        raise ConfigError(
+            f"psrl.rollout_coordination.routing_strategy.method={config.psrl.rollout_coordination.routing_strategy.method} goes by what "
+            f"engines have cached but {ROLLOUT}.enable_prefix_caching=False: set it to True, or use another method."
+        )
     if gen.name != "vllm":
         _refuse_vllm_keys(gen)
         return

@@ -279,7 +279,8 @@ class RolloutEngineConfig:
     max_num_batched_tokens: int | None = None
     """vLLM: most tokens of one step, prefill included; null: as vLLM chooses."""
     enable_prefix_caching: bool = True
-    """vLLM: a prompt's keys and values are computed once for its group. The cache is emptied with each pull."""
+    """Keys and values of tokens that begin another sequence are not computed again: a conversation's next turn, a prompt that others share.
+    The cache takes what room running sequences leave and is emptied with each pull."""
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     agent: AgentConfig = field(default_factory=AgentConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)

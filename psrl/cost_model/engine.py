@@ -41,5 +41,10 @@ def make_engine(model: str, dtype: str, threads: int, points: Sequence[GridPoint
         network = load_engine_model(source.path, dtype)
     num_seqs = max(p.num_seqs for p in points)
     return TorchEngine(
-        network, eos_token_ids=(), max_num_seqs=num_seqs, max_model_len=context, kv_cache_tokens=num_seqs * context
+        network,
+        eos_token_ids=(),
+        max_num_seqs=num_seqs,
+        max_model_len=context,
+        kv_cache_tokens=num_seqs * context,
+        enable_prefix_caching=False,  # what is measured is work, not what was done before
     )

@@ -12,6 +12,7 @@ from collections import defaultdict
 
 from psrl.colocate.gpu_lock import TurnError
 from psrl.colocate.turn import InstanceTurn, instance_turn
+from psrl.config.cache_blocks import cache_block_size
 from psrl.models.resolve import run_model
 from psrl.net.link import CoordinatorGoneError, CoordinatorLink
 from psrl.net.server import Server
@@ -30,6 +31,7 @@ from psrl.protocol.generation import (
 )
 from psrl.role import Role, run_role, start_role
 from psrl.rollout.engines.base import Engine
+from psrl.rollout.held_blocks import HeldBlocks
 from psrl.rollout.make_engine import make_engine
 from psrl.rollout.make_puller import make_engine_puller
 from psrl.rollout.preemption import PreemptionWatch
@@ -46,6 +48,8 @@ STREAM_INTERVAL_S = 0.05
 """Tokens of unfinished samples reach the agent loop at least this often: all that a SIGKILL can cost."""
 PULL_POLL_S = 0.002
 """While idle, how soon weights that have arrived, or a GPU that is free, are seen."""
+MOST_BLOCK_NAMES = 4096
+"""In one report of what the prefix cache holds: some 36 KB. The rest comes with the next."""
 RETIRE_GRACE_S = 3.0
 """A retiring instance leaves after this even if it is not dismissed: then an agent loop or the coordinator is gone."""
 
@@ -82,6 +86,9 @@ class Instance:
         self.next_stream = 0.0
         status = role.config.psrl.status_collection
         self.reports = StatusReports(status.engine_sync_interval_in_ms / 1000 if status.enable else 0.0)
+        self.cached = HeldBlocks()
+        """What the engine's prefix cache holds, and what of it the coordinator does not know yet."""
+        self.tells_cached = cache_block_size(role.config) > 0
         self.preemption = PreemptionWatch(
             role.config.psrl.rollout_coordination.routing_strategy.max_num_waiting_reqs_after_preemption
         )
@@ -130,7 +137,7 @@ class Instance:
         if self.engine.due_in_s() <= 0:
             return
         begun, working = time.monotonic(), self.engine.has_work()
-        quiet_s = min(1.0, self.reports.due_in_s(self.engine.stats(), begun))
+        quiet_s = min(1.0, self.reports.due_in_s(self.engine.stats(), begun, self.cached.has_news))
         if self.pending:
             quiet_s = min(quiet_s, max(0.0, self.next_stream - begun))
         wait([self.server, self.link, self.engine], PULL_POLL_S if self.pull.busy or self.turn.waiting else quiet_s)
@@ -167,6 +174,8 @@ class Instance:
                 case c.Welcome():
                     self.timeline.set_offset(self.link.clock_offset_s)
                     self.reports.forget()
+                    if self.tells_cached:
+                        self.cached.forget_listener()
         if self.retire_by is not None and time.monotonic() >= self.retire_by:
             self.over = self.over or f"not dismissed within {RETIRE_GRACE_S:g} s: leaving all the same"
 
@@ -333,17 +342,23 @@ class Instance:
 
     def _report(self) -> None:
         clock = time.monotonic()
+        if (events := self.engine.cache_events()) is not None:
+            self.cached.apply(events)
         if not self.reports.may_report(clock):
             return
         stats = self.engine.stats()
-        if self.reports.due(stats, clock) and self.link.send(c.InstanceStatus(stats=stats, at_s=clock)):
+        if not self.reports.due(stats, clock, self.cached.has_news):
+            return
+        # News that cannot be sent are told anew after the Welcome that follows.
+        if self.link.send(c.InstanceStatus(stats=stats, at_s=clock, cache=self.cached.news(MOST_BLOCK_NAMES))):
             self.reports.sent(stats, clock)
 
 
 def main() -> int:
     role = start_role()
     turn = instance_turn(role)
-    engine = turn.build(lambda: make_engine(role, run_model(role.run_dir)), lambda made: made.sleep())
+    block_size = cache_block_size(role.config)
+    engine = turn.build(lambda: make_engine(role, run_model(role.run_dir), block_size), lambda made: made.sleep())
     instance = Instance(role, engine, turn)
     try:
         instance.run()

@@ -16,9 +16,9 @@ from psrl.rundir.keys import load_keys
 from psrl.tasks.prepare import context_length
 
 
-def make_engine(role: Role, source: ModelSource) -> Engine:
+def make_engine(role: Role, source: ModelSource, block_size: int = 0) -> Engine:
     """The engine that `gen_actor_rollout_ref.rollout.name` names, with the run's model. Sets the process' compute threads,
-    so call it once and first."""
+    so call it once and first. `block_size`: of the blocks in which it tells what its prefix cache holds; 0: it tells nothing."""
     gen = role.config.gen_actor_rollout_ref.rollout
     dtype = gen.dtype or role.config.model.dtype
     torch.set_num_threads(role.config.psrl.deployment.rollout_cpu_threads)
@@ -42,6 +42,7 @@ def make_engine(role: Role, source: ModelSource) -> Engine:
                 kv_transfer_config=lmcache.kv_transfer_config if lmcache else None,
                 tag_versions=lmcache is not None and asked.multi_version_kv,
                 empty_offload=asked.clear_on_weight_update,
+                block_size=block_size,
             )
     return TorchEngine(
         load_engine_model(source.path, dtype),
@@ -49,4 +50,6 @@ def make_engine(role: Role, source: ModelSource) -> Engine:
         max_num_seqs=gen.max_num_seqs,
         max_model_len=context_length(role.config),
         kv_cache_tokens=gen.kv_cache_tokens,
+        enable_prefix_caching=gen.enable_prefix_caching,
+        block_size=block_size,
     )

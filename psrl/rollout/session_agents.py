@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from psrl.agents.base import AgentPrompt, Endpoint
 from psrl.agents.select import make_agent
@@ -25,12 +26,21 @@ from psrl.rundir.endpoints import Endpoint as Published
 from psrl.rundir.endpoints import publish_next_endpoint
 from psrl.rundir.keys import load_keys, session_token
 from psrl.sessions.__main__ import SUFFIX
-from psrl.sessions.app import make_app
-from psrl.sessions.serve import SessionServer
 from psrl.sessions.session import SessionLimits
 from psrl.tasks.prepare import context_length
 
+if TYPE_CHECKING:
+    from psrl.sessions.serve import SessionServer
+
 log = logging.getLogger("psrl.agent_loop")
+
+
+def _server(store: RunSessions, token: str, host: str) -> SessionServer:
+    """The web server's packages are imported here: whoever serves nobody needs none."""
+    from psrl.sessions.app import make_app
+    from psrl.sessions.serve import SessionServer
+
+    return SessionServer(make_app(store, token), host)
 
 
 class SessionAgents:
@@ -48,9 +58,8 @@ class SessionAgents:
         limits = SessionLimits() if turns is None else SessionLimits(max_turns=turns)
         self.store = RunSessions(config.model.name, tokenizer, self.guests, config.seed, limits)
         self.token = session_token(load_keys(role.run_dir))
-        self.server = None
-        if agent.serve_sessions or agent.default_agent_loop == BLACK_BOX:
-            self.server = SessionServer(make_app(self.store, self.token), role.address)
+        serves = agent.serve_sessions or agent.default_agent_loop == BLACK_BOX
+        self.server = _server(self.store, self.token, role.address) if serves else None
         endpoint = Endpoint(self.server.url, self.token) if self.server is not None else None
         player = make_agent(config, endpoint)
         self.host = SessionHost(home, player, self.store) if player is not None else None

@@ -21,12 +21,12 @@ class RunSessions(MemoryStore):
     def __init__(self, model: str, tokenizer: ChatTokenizer, guests: Guests, seed: int, limits: SessionLimits) -> None:
         super().__init__(model, tokenizer, self._arrive, limits, MAX_GUESTS)
         self._guests, self._seed = guests, seed
-        self._tokenizer, self._limits = tokenizer, limits
+        self._session_limits = limits
         self._trajectories: dict[str, Trajectory] = {}
 
     def open(self, session_id: str, maker: TurnMaker) -> Session:
         """The session of a sample that trains."""
-        session = Session(session_id, SessionCapture(self._tokenizer), maker, self._limits)
+        session = Session(session_id, SessionCapture(self.tokenizer), maker, self._session_limits)
         self.sessions[session_id] = session
         return session
 

@@ -28,9 +28,9 @@ class StatusReports:
         self._last = EngineStats()
         self._last_s = -math.inf
 
-    def due(self, stats: EngineStats, now_s: float) -> bool:
-        """Whether these figures should be reported now."""
-        return self.may_report(now_s) and self._moved(stats, now_s)
+    def due(self, stats: EngineStats, now_s: float, other_news: bool = False) -> bool:
+        """Whether these figures should be reported now; `other_news`: there is something else to tell with them."""
+        return self.may_report(now_s) and (other_news or self._moved(stats, now_s))
 
     def may_report(self, now_s: float) -> bool:
         """Whether it is worth while to ask the engine for its figures."""
@@ -43,10 +43,10 @@ class StatusReports:
         """Whoever had heard is gone: tell all of it again."""
         self._last = EngineStats()
 
-    def due_in_s(self, stats: EngineStats, now_s: float) -> float:
+    def due_in_s(self, stats: EngineStats, now_s: float, other_news: bool = False) -> float:
         """Seconds until a change that came too soon after the last report is due; infinite if there is none."""
         left_s = self._last_s + self.interval_s - now_s
-        return left_s if self.interval_s and left_s > 0 and self._moved(stats, now_s) else math.inf
+        return left_s if self.interval_s and left_s > 0 and (other_news or self._moved(stats, now_s)) else math.inf
 
     def _moved(self, stats: EngineStats, now_s: float) -> bool:
         last = self._last

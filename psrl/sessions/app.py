@@ -225,6 +225,8 @@ def error_response(failure: Failure) -> Response:
     response = json_response(failure.body(), failure.status)
     if failure.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         response.headers["retry-after"] = str(RETRY_AFTER_S)
+    if failure.status == HTTPStatus.REQUEST_TIMEOUT:
+        response.headers["connection"] = "close"  # the rest of the body may still come
     return response
 
 

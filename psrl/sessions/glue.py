@@ -25,7 +25,7 @@ def glue_ids(
     end-of-turn token is in the glue unless the model has written it itself. None if the template does not show the
     message. Raises ConfigError if the template refuses the conversation.
     """
-    mark = _unused_mark(messages)
+    mark = _unused_mark([*messages, *tools])
     marked = [*messages[:at], {"role": "assistant", "content": mark}, *messages[at + 1 :]]
     _, shown, after = tokenizer.render_chat(marked, tools).rpartition(mark)
     if not shown:
@@ -35,8 +35,8 @@ def glue_ids(
     return _behind(tokenizer, ids, last) if finish == FINISH_STOP else ids
 
 
-def _unused_mark(messages: Sequence[Message]) -> str:
-    text = "\n".join(str(message) for message in messages)
+def _unused_mark(shown: Sequence[Message]) -> str:
+    text = str(shown)
     return next(mark for i in count() if (mark := f"TURN{i}HERE") not in text)
 
 

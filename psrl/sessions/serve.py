@@ -14,6 +14,10 @@ from starlette.types import ASGIApp
 
 log = logging.getLogger(__name__)
 POLL_S = 0.01
+KEEP_ALIVE_S = 120
+"""An idle connection is kept for longer than clients keep theirs (5 s is usual): the end that closes must be the one that will not
+send a request at the same moment."""
+STOP_MARGIN_S = 10.0
 
 
 class _Server(uvicorn.Server):
@@ -41,8 +45,8 @@ class SessionServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{host}:{self.port}"
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, backlog=2048,
-            timeout_graceful_shutdown=1,
+            app, log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False, server_header=False,
+            backlog=2048, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         self._config = config
         self._server = _Server(config)
@@ -64,19 +68,20 @@ class SessionServer:
         return self._serving is not None and self._serving.done() and not self._server.should_exit
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Take no new connections; requests that have not ended after `timeout_s` are cancelled."""
+        """Take no new connections; requests that have not ended after `timeout_s` (whole seconds) are cancelled. Raises what
+        the server failed with, if it did."""
         if self._serving is None:
             self._socket.close()
             return
         self._config.timeout_graceful_shutdown = ceil(timeout_s)
         self._server.should_exit = True
-        done, _ = await asyncio.wait({self._serving}, timeout=timeout_s + 5)
-        if not done:
-            log.warning("the session endpoint did not stop within %g s and is cancelled", timeout_s + 5)
-            self._serving.cancel()
-            await asyncio.wait({self._serving}, timeout=5)
-        elif not self._serving.cancelled() and (error := self._serving.exception()) is not None:
-            raise error
+        try:
+            async with asyncio.timeout(timeout_s + STOP_MARGIN_S):
+                await self._serving
+                while self._server.server_state.tasks:  # cancelled, and aborting their turns
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            log.warning("the session endpoint did not stop within %g s", timeout_s + STOP_MARGIN_S)
 
 
 def bound_socket(host: str, port: int, client_timeout_s: float) -> socket.socket:

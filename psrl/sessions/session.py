@@ -89,14 +89,16 @@ class _Hearing:
         cut = (VersionSpan(s.start, min(s.end, had + count), s.version) for s in part.spans)
         self.tokens.spans += [span for span in cut if span.end > span.start]
         self.tokens.finish = FINISH_STOP if self.text.stopped else part.finish
-        if self.on_delta is not None:
+        if self.on_delta is not None and count:
             self.on_delta(Delta(self.text.fresh(), part.token_ids[:count], part.logprobs[:count]))
         if self.text.stopped:
             self.stop()
 
     def hear_rest(self, whole: TurnTokens) -> None:
-        """The turn as it ended; what was heard of it in parts is not heard again."""
+        """The turn as it ended; what was heard of it in parts is not heard again. ValueError if it is not how it began."""
         had = len(self.tokens.token_ids)
+        if whole.token_ids[:had] != self.tokens.token_ids:
+            raise ValueError("a turn ended with other tokens than it was told in parts")
         spans = [VersionSpan(max(s.start, had), s.end, s.version) for s in whole.spans if s.end > had]
         self.hear(TurnTokens(whole.token_ids[had:], whole.logprobs[had:], spans, whole.finish))
         if not self.text.stopped and self.text.end():

@@ -73,6 +73,7 @@ class EventStream:
         self._pending: list[Delta] = []
         self._news = asyncio.Event()
         self._told = ""
+        self._told_tokens = 0
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,6 +107,7 @@ class EventStream:
         token_ids = [token for delta in pending for token in delta.token_ids]
         logprobs = [logprob for delta in pending for logprob in delta.logprobs]
         self._told += text
+        self._told_tokens += len(token_ids)
         await self._chunk(send, self._completion.chunk({"content": text}, None, token_ids, logprobs))
 
     async def _finish(self, making: asyncio.Task[ChatReply], scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,9 +117,11 @@ class EventStream:
             await self._fail(error, scope, receive, send)
             return
         await self._send_pending(send)
-        content = reply.message["content"] or ""
-        if rest := content[len(self._told) :]:
-            await self._chunk(send, self._completion.chunk({"content": rest}))
+        rest = (reply.message["content"] or "")[len(self._told) :]
+        untold = slice(self._told_tokens, None) if self._completion.logprobs else slice(0)
+        token_ids, logprobs = reply.token_ids[untold], reply.logprobs[untold]
+        if rest or token_ids:
+            await self._chunk(send, self._completion.chunk({"content": rest}, None, token_ids, logprobs))
         if calls := reply.message.get("tool_calls"):
             await self._chunk(send, self._completion.chunk({"tool_calls": call_deltas(calls)}))
         await self._chunk(send, self._completion.chunk({}, reply.finish_reason))

@@ -32,7 +32,16 @@ UPDATE = "update"
 PUSH = "push"
 CHECKPOINT = "checkpoint"
 
-WORK = ("decode_steps", "generated_tokens", "decode_kv_tokens", "prompt_tokens", "prefills", "prefill_s", "busy_s", "prefix_hit_tokens")
+WORK = (
+    "decode_steps",
+    "generated_tokens",
+    "decode_kv_tokens",
+    "prompt_tokens",
+    "prefills",
+    "prefill_s",
+    "busy_s",
+    "prefix_hit_tokens",
+)
 """Counters of an engine (EngineStats) that each switch has as attributes, as differences to the switch before."""
 
 COALESCE_GAP_S = 0.02

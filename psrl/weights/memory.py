@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import mmap
 import os
 import secrets
 
 import torch
 
+from psrl.host_memory import ask_for_huge_pages, map_file, memory_file, register_host, unregister_host
 from psrl.protocol.weights import SharedSlot
 
 PAGE = mmap.PAGESIZE
 _TOKEN_BYTES = 16
-
-log = logging.getLogger(__name__)
 
 
 def flat_buffer(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -27,7 +24,7 @@ def flat_buffer(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor
     if nbytes == 0 or torch.device(device).type != "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _ask_for_huge_pages(memory)
+    ask_for_huge_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -40,9 +37,8 @@ class SharedMemory:
 
     def __init__(self, nbytes: int, registered: bool = False) -> None:
         """`registered`: with CUDA, so that the GPU reads and writes it at full speed. OSError if there is no room."""
-        self._fd = os.memfd_create("psrl-weights", os.MFD_CLOEXEC)
         self._size, self._registered = PAGE + nbytes, registered
-        os.posix_fallocate(self._fd, 0, self._size)
+        self._fd = memory_file("psrl-weights", self._size)
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         os.pwrite(self._fd, self._token, 0)
         self.buffer = map_file(self._fd, self._size)[PAGE:]
@@ -72,27 +68,3 @@ def map_shared(slot: SharedSlot) -> torch.Tensor:
         return map_file(fd, slot.size)
     finally:
         os.close(fd)
-
-
-def register_host(buffer: torch.Tensor) -> None:
-    """Lock host memory and tell CUDA of it: copies then run at the speed of the bus (55 GB/s instead of 7). It must be
-    unregistered before it is unmapped, or CUDA fails later where it meets the same addresses again."""
-    code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
-    if code != 0:
-        log.warning("%d bytes of shared memory cannot be registered with CUDA (error %d): slower", buffer.numel(), code)
-
-
-def unregister_host(buffer: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-
-
-def map_file(fd: int, nbytes: int) -> torch.Tensor:
-    """A uint8 tensor over the first `nbytes` bytes of an open file, shared with all who map it."""
-    memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
-    _ask_for_huge_pages(memory)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _ask_for_huge_pages(memory: mmap.mmap) -> None:
-    with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)

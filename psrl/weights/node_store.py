@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from psrl.weights.memory import PAGE, map_file, register_host, unregister_host
+from psrl.host_memory import map_file, register_host, reserve_pages, unregister_host
+from psrl.weights.memory import PAGE
 
 PATIENCE_S = 10.0
 """Whoever holds the lock and moves nothing for so long is left alone with its store."""
@@ -94,7 +95,7 @@ class NodeStore:
         if found.st_size not in (0, size):  # of other weights
             self.leave()
             return False
-        os.posix_fallocate(self._fd, 0, size)
+        reserve_pages(self._fd, size)
         if self.segment.numel() != size:
             self.segment = map_file(self._fd, size)
             if self._registered:

@@ -12,8 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import contextlib
 import importlib.util
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,10 +35,12 @@ from transformers import (
 
 from psrl.models.load import checkpoint_specs
 from psrl.net.waiting import wait
-from psrl.protocol.generation import GenerateRequest, SampleRequest, SamplingParams, TokenChunk
+from psrl.protocol.blocks import block_names
+from psrl.protocol.generation import CacheEvents, GenerateRequest, SampleRequest, SamplingParams, TokenChunk
 from psrl.protocol.samples import VersionSpan
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
+from psrl.rollout.held_blocks import HeldBlocks
 from psrl.rollout.preemption import PreemptionWatch
 
 pytestmark = pytest.mark.process
@@ -44,6 +48,8 @@ pytestmark = pytest.mark.process
 VOCAB = 61
 EOS = 7
 MAX_STEPS = 3000
+BLOCK = 16
+"""Tokens of a block in which an engine tells what it caches."""
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, ignore_eos=True)
 
@@ -94,6 +100,7 @@ class VllmEngines:
     def __call__(
         self, model: str = "qwen3", *, rows: int = 8, context: int = 128, kv: int | None = None, **more: Any
     ) -> Engine:
+        more.pop("block_size", None)  # both tell what they cache, in blocks of BLOCK tokens
         if model != "qwen3" or context > 128 or more:
             pytest.skip("would need one more vLLM engine, which takes half a minute")
         name = "tight" if kv is not None and kv < rows * context else "roomy"
@@ -122,6 +129,7 @@ class VllmEngines:
                 "num_gpu_blocks_override": kv // 32 + 1,
                 "gpu_memory_utilization": 0.3,
             },
+            block_size=BLOCK,
         )
         engine.version = -2  # the weights are random
         return engine
@@ -678,7 +686,165 @@ def test_statistics(build: Build) -> None:
     assert stats.busy_s > before.busy_s
 
 
+# ---- the prefix cache ---------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Hears what an engine caches, and asks it for sequences."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.held, self.removed, self.cleared = engine, HeldBlocks(), set[int](), False
+
+    def hear(self, until: Callable[[], bool]) -> None:
+        """Until that holds: an engine in another process may say it a moment after the tokens."""
+        deadline = time.monotonic() + 20.0
+        while True:
+            events = self.engine.cache_events() or CacheEvents()
+            self.held.apply(events)
+            self.removed.update(events.removed)
+            self.cleared = self.cleared or events.cleared
+            if until():
+                return
+            assert time.monotonic() < deadline, f"{len(self.held)} blocks are held"
+            time.sleep(0.01)
+
+    def holds(self, tokens: Sequence[int]) -> int:
+        """Blocks of this sequence, from its first one on, of all that a request for it can hit."""
+        return sum(1 for _ in takewhile(self.held.__contains__, block_names(tokens[:-1], BLOCK)))
+
+    def ask(self, group: int, tokens: Sequence[int], budget: int = 10) -> tuple[Output, int, int]:
+        """What the sequence goes on with; its tokens that were found in the cache, and those that were computed."""
+        before = self.engine.stats()
+        output = run(_submitted(self.engine, request(group, tokens, [budget])))[group, 0]
+        after = self.engine.stats()
+        hit = after.prefix_hit_tokens - before.prefix_hit_tokens
+        return output, hit, after.prompt_tokens - before.prompt_tokens
+
+
+@pytest.fixture
+def listener(build: Build, reference: Callable[[str], PreTrainedModel]) -> Listener:
+    """To an engine that has cached nothing yet."""
+    return emptied(build(block_size=BLOCK), reference("qwen3"))
+
+
+def emptied(engine: Engine, model: PreTrainedModel) -> Listener:
+    engine.update_weights(engine.version + 1, weights_for(engine, model))
+    listener = Listener(engine)
+    listener.hear(lambda: True)
+    assert len(listener.held) == 0
+    return listener
+
+
+def test_a_second_turn_hits_all_whole_blocks_of_the_first(
+    listener: Listener, reference: Callable[[str], PreTrainedModel]
+) -> None:
+    first = prompt(40)
+    output, hit, computed = listener.ask(0, first, 25)
+    assert (hit, computed) == (0, 40)
+    told = [*first, *output.tokens]
+    listener.hear(lambda: len(listener.held) >= 4)
+    assert {n for n in block_names(told, BLOCK) if n in listener.held} == set(block_names(told[:64], BLOCK))
+    second = [*told, *prompt(9)]
+    output, hit, computed = listener.ask(1, second)
+    assert (hit, computed) == (64, 74 - 64)
+    assert output.tokens == generated(reference("qwen3"), second, 10)
+    assert output.logprobs == pytest.approx(plain_logprobs(reference("qwen3"), second, output.tokens, 0.0), abs=1e-5)
+    _, hit, _ = listener.ask(2, [*prompt(1, 5), *second])
+    assert hit == 0, "the same tokens after others are not the same"
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_log_probs_of_a_hit_equal_those_without(
+    name: str, build: Build, reference: Callable[[str], PreTrainedModel]
+) -> None:
+    """Turns of different lengths at once, beside a sequence that hits nothing and one that is cached but for its last token."""
+    model, engine = reference(name), build(name, rows=6, block_size=BLOCK)
+    listener = emptied(engine, model)
+    firsts = [(33, 3), (70, 12), (17, 30), (50, 15)]
+    sequences = []
+    for group, (length, budget) in enumerate(firsts):
+        output, _, _ = listener.ask(group, prompt(length, 3), budget)
+        sequences.append([*prompt(length, 3), *output.tokens, *prompt(1 + 5 * group, 4)])
+    sequences += [prompt(21, 9), [*prompt(50, 3)[:48], 5]]
+    before = engine.stats().prefix_hit_tokens
+    work = [request(9 + i, s, [12, 8], SAMPLED) for i, s in enumerate(sequences)]
+    outputs = run(_submitted(engine, *work))
+    assert engine.stats().prefix_hit_tokens - before >= 32 + 64 + 32 + 64 + 0 + 32
+    for (group, _), output in outputs.items():
+        expected = plain_logprobs(model, sequences[group - 9], output.tokens, SAMPLED.temperature)
+        assert output.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_new_weights_leave_nothing_that_could_be_hit(
+    listener: Listener, reference: Callable[[str], PreTrainedModel]
+) -> None:
+    tokens, other = prompt(70), make_model(MODELS["qwen3"], seed=20)
+    listener.ask(0, tokens)
+    listener.hear(lambda: listener.holds(tokens) == 4)
+    assert listener.ask(1, tokens)[1] == 64
+    _submitted(listener.engine, request(2, tokens, [40]))
+    run_until(listener.engine, {}, tokens=3)
+    listener.engine.abort()
+    listener.engine.update_weights(8, weights_for(listener.engine, other))
+    listener.hear(lambda: True)
+    assert listener.cleared and len(listener.held) == 0
+    output, hit, _ = listener.ask(3, tokens)
+    assert hit == 0
+    assert output.logprobs == pytest.approx(plain_logprobs(other, tokens, output.tokens, 0.0), abs=1e-5)
+    listener.hear(lambda: listener.holds(tokens) == 4)
+    assert listener.ask(4, tokens)[1] == 64, "what the new weights computed is cached again"
+
+
+def test_what_an_aborted_sequence_had_can_be_hit(listener: Listener) -> None:
+    start, outputs = prompt(40), Outputs()
+    _submitted(listener.engine, request(0, start, [80]))
+    run_until(listener.engine, outputs, tokens=30)
+    collect(outputs, listener.engine.abort([0]))
+    so_far = [*start, *outputs[0, 0].tokens]
+    assert len(so_far) >= 70
+    listener.hear(lambda: listener.holds(so_far) >= 4)
+    assert listener.ask(1, so_far, 5)[1] >= 64
+
+
+def test_under_pressure_blocks_go_and_events_say_exactly_what_is_left(
+    build: Build, reference: Callable[[str], PreTrainedModel]
+) -> None:
+    engine = build(context=64, kv=128, block_size=BLOCK)
+    listener = emptied(engine, reference("qwen3"))
+    sequences = [prompt(58, salt) for salt in range(5)]
+    for group, tokens in enumerate(sequences):
+        listener.ask(group, tokens, 2)
+        listener.hear(lambda tokens=tokens: listener.holds(tokens) >= 2)
+    listener.hear(lambda: bool(listener.removed))
+    assert len(listener.held) * BLOCK <= 128
+    assert not any(name in listener.held for name in listener.removed)
+    held = [listener.holds(tokens) for tokens in sequences]
+    assert held[4] >= 2 and held[0] == 0, "the least recently used went first"
+    for group in (4, 0, 3):  # what one asks for may push out the others
+        expected = listener.holds(sequences[group])
+        assert listener.ask(5 + group, sequences[group], 2)[1] == expected * BLOCK
+        listener.hear(lambda tokens=sequences[group]: listener.holds(tokens) >= 2)
+
+
 # ---- the embedded engine alone -----------------------------------------------------------------------------------
+
+
+def test_a_cache_that_is_switched_off_holds_and_tells_nothing(directories: dict[str, Path]) -> None:
+    limits = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_tokens": 192}
+    off = torch_engine(directories["qwen3"], **limits, enable_prefix_caching=False, block_size=BLOCK)
+    silent = torch_engine(directories["qwen3"], **limits)
+    for engine, hits in ((off, [0, 0, 0]), (silent, [0, 0, 32])):  # it stores from the first one on that would have hit
+        listener = Listener(engine)
+        assert [listener.ask(group, prompt(40))[1] for group in range(3)] == hits
+        assert engine.cache_events() is None
+
+
+def test_a_preempted_sequence_hits_what_is_left_of_it(directories: dict[str, Path]) -> None:
+    """Two that grow from 30 to 60 tokens do not fit into 100: one yields at 50, three blocks, of which the other's growth takes
+    one."""
+    engine = torch_engine(directories["qwen3"], max_num_seqs=4, max_model_len=64, kv_cache_tokens=100, block_size=BLOCK)
+    run(_submitted(engine, request(0, prompt(30), [30]), request(1, prompt(30, 1), [30])))
+    assert (engine.stats().preemptions, engine.stats().prefix_hit_tokens) == (1, 32)
 
 
 def test_a_prompt_is_prefilled_once_for_its_group(directories: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from psrl.protocol.generation import (
     FINISH_ABORT,
     FINISH_MIGRATED,
     FINISH_REFUSED,
+    CacheEvents,
     EngineStats,
     GenerateRequest,
     SampleRequest,
@@ -30,6 +32,7 @@ from psrl.protocol.generation import (
 from psrl.protocol.samples import VersionSpan
 from psrl.role import Role
 from psrl.rollout import instance as instance_module
+from psrl.rollout.held_blocks import HeldBlocks
 from psrl.rollout.instance import Instance
 from psrl.rundir.endpoints import Endpoint, publish_next_endpoint
 from psrl.rundir.keys import create_keys, load_keys
@@ -49,6 +52,7 @@ class CountingEngine:
 
     def __init__(self) -> None:
         self.running: dict[tuple[int, int], int] = {}
+        self.cached: queue.SimpleQueue[CacheEvents] = queue.SimpleQueue()
 
     def submit(self, request: GenerateRequest) -> None:
         self.running |= {(request.group, s.sample): 0 for s in request.samples}
@@ -88,6 +92,9 @@ class CountingEngine:
     def update_weights(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         raise AssertionError("nothing is pulled here")
 
+    def cache_events(self) -> CacheEvents | None:
+        return None if self.cached.empty() else self.cached.get()
+
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.running))
 
@@ -104,18 +111,15 @@ class Stage:
         create_keys(run_dir)
         publish(run_dir.data / "weight_channel", b"filesystem")
         keys = load_keys(run_dir)
-        self.server = Server(keys, "127.0.0.1", c.ToCoordinator, epoch=1, greeting=c.Hello)
-        endpoint = Endpoint(address=self.server.endpoint, node="n", pid=os.getpid(), epoch=1)
-        publish_next_endpoint(run_dir, "coordinator", endpoint)
+        self.run_dir = run_dir
+        self.coordinate(1)
         self.engine = CountingEngine()
-        self.role = Role(run_dir, Config(), "instance-0", "n", local=True, attempt="0")
+        config = Config()
+        config.psrl.rollout_coordination.routing_strategy.method = "cache_aware"
+        self.role = Role(run_dir, config, "instance-0", "n", local=True, attempt="0")
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
-        self.said: list[c.Message] = []
-        hello = self.heard(c.Hello)
-        self.server.send(
-            self.peer, c.Welcome(epoch=1, incarnation=0, hello_sent_s=hello.sent_s, now_s=time.monotonic())
-        )
+        hello = self.welcome()
         self.agent = Client(keys, TokenChunks, name="agent-loop-0")
         self.agent.connect(hello.state.endpoint)
         self.chunks: list[TokenChunk] = []
@@ -137,6 +141,22 @@ class Stage:
             return next((m for m in self.said if isinstance(m, kind)), None)
 
         return self.until(found)
+
+    def coordinate(self, epoch: int) -> None:
+        """Be a coordinator that has heard nothing yet."""
+        self.server = Server(load_keys(self.run_dir), "127.0.0.1", c.ToCoordinator, epoch=epoch, greeting=c.Hello)
+        endpoint = Endpoint(address=self.server.endpoint, node="n", pid=os.getpid(), epoch=epoch)
+        publish_next_endpoint(self.run_dir, "coordinator", endpoint)
+        self.epoch, self.said = epoch, list[c.Message]()
+
+    def welcome(self) -> c.Hello:
+        hello = self.heard(c.Hello)
+        self.tell(c.Welcome(epoch=self.epoch, incarnation=0, hello_sent_s=hello.sent_s, now_s=time.monotonic()))
+        return hello
+
+    def cache_reports(self) -> list[CacheEvents]:
+        self.said += [message for _, message in self.server.poll(0.01)]
+        return [m.cache for m in self.said if isinstance(m, c.InstanceStatus) and m.cache is not None]
 
     def running(self) -> int | None:
         """Samples at the instance, as it said last."""
@@ -240,3 +260,30 @@ def test_an_instance_hands_every_token_back_and_goes_on_with_what_comes_next(sta
     stage.tell(c.Shutdown(status="completed", cause=""))
     stage.thread.join(DEADLINE_S)
     assert not stage.thread.is_alive()
+
+
+def test_an_instance_tells_what_is_cached_in_bounded_parts_and_anew_to_whoever_welcomes_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance_module, "MOST_BLOCK_NAMES", 3)
+
+    def told() -> HeldBlocks:
+        known = HeldBlocks()
+        for report in stage.cache_reports():
+            assert len(report.removed) + len(report.stored) <= 3
+            known.apply(report)
+        return known
+
+    stage.engine.cached.put(CacheEvents(stored=[1, 2, 3, 4, 5, 6, 7]))
+    stage.engine.cached.put(CacheEvents(removed=[7], stored=[8]))
+    stage.until(lambda: 8 in (known := told()) and 7 not in known and len(known) == 7)
+    stage.server.close(0.0)
+    stage.coordinate(2)
+    stage.welcome()
+    stage.until(lambda: len(told()) == 7)
+    reports = stage.cache_reports()
+    assert [r.cleared for r in reports] == [True, False, False]
+    assert [name for r in reports for name in r.stored] == [1, 2, 3, 4, 5, 6, 8]
+    stage.engine.cached.put(CacheEvents(cleared=True, stored=[9]))
+    stage.until(lambda: 9 in (known := told()) and len(known) == 1)
+    stage.tell(c.Shutdown(status="completed", cause=""))

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import httpx
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from psrl.models.load import checkpoint_specs
 from psrl.models.tokenizer import load_tokenizer
@@ -145,18 +146,28 @@ def vllm_engine(directory: Path) -> dict[str, Engine]:
     return {"a": engine}
 
 
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model with heads that vLLM's CPU kernels can work with, and its tokenizer."""
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_model, copy)
+    (copy / "model.safetensors").unlink()
+    torch.manual_seed(1)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model, **heads)).save_pretrained(copy)
+    return copy
+
+
 @pytest.fixture(params=["torch", pytest.param("vllm", marks=VLLM)])
-def fleet(
-    request: pytest.FixtureRequest, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Fleet, Path]]:
+def fleet(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fleet, Path]]:
     monkeypatch.setattr(guests_module, "ELSEWHERE_S", 0.01)
-    engines = torch_engines(tiny_model) if request.param == "torch" else vllm_engine(tiny_model)
-    state = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
+    engines = torch_engines(model) if request.param == "torch" else vllm_engine(model)
+    state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     specs = next(iter(engines.values())).weight_specs()
     made = Fleet(engines, [(name, state[name]) for name in specs])
     for engine in engines.values():
         engine.update_weights(0, made.weights)
-    yield made, tiny_model
+    yield made, model
     for engine in engines.values():
         engine.close()
 

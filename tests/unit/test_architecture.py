@@ -27,10 +27,13 @@ ALLOWED = {
     "cost_model/fit.py": {"protocol"},
     "cost_model/measure.py": {"protocol"},
     "cost_model/files.py": {"protocol", "config"},
-    "rollout/engines": {"rollout", "protocol"},
+    "host_memory.py": set(),
+    "rollout/engines": {"rollout", "protocol", "host_memory"},
+    "rollout/held_blocks.py": {"protocol"},
     "rollout/partial.py": {"protocol"},
     "rollout/group_work.py": {"rollout", "protocol"},
     "rollout/status_reports.py": {"protocol"},
+    "sessions": {"sessions", "protocol", "models", "config", "rundir"},
     "weights/plan.py": {"weights", "protocol"},
     "weights/store.py": {"weights"},
     "trainer/micro_batches.py": {"algorithms"},
@@ -57,6 +60,7 @@ LIGHT = (
     "slurm",
     "cost_model",
     "simulate",
+    "sessions",
 )
 
 

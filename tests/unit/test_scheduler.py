@@ -102,7 +102,7 @@ def test_the_youngest_yields_and_comes_back_first() -> None:
     scheduler.grow()
     scheduler.grow()
     assert scheduler.kv_tokens == 48
-    assert scheduler.preempt() == []  # the last row needs no move
+    assert scheduler.preempt().moves == []  # the last row needs no move
     assert [s.order for s in scheduler.running] == [0, 1, 2]
     assert [s.order for s in scheduler.waiting] == [3, 9]
     assert (scheduler.kv_tokens, scheduler.preemptions) == (36, 1)
@@ -121,7 +121,7 @@ def test_a_lone_sequence_is_never_preempted() -> None:
     scheduler.admit(UNLIMITED)
     scheduler.running[0].token_ids.append(1)
     scheduler.grow()
-    assert scheduler.preempt() == []
+    assert scheduler.preempt() == ([], [])
     assert len(scheduler.running) == 1
 
 
@@ -129,7 +129,7 @@ def test_void_kv_sends_all_back_in_order_of_arrival_ahead_of_the_others() -> Non
     scheduler = filled(*(make(i) for i in range(5)), rows=3)
     scheduler.admit(UNLIMITED)
     scheduler.release({0})  # row 0 now holds the third arrival
-    scheduler.requeue_running()
+    scheduler.forget_kv()
     assert [s.order for s in scheduler.waiting] == [1, 2, 3, 4]
     assert (scheduler.running, scheduler.kv_tokens, scheduler.preemptions) == ([], 0, 0)
 
@@ -183,13 +183,13 @@ def test_random_walk_keeps_rows_budget_and_kv_consistent(seed: int) -> None:
             made += 1
         if rng.random() < 0.05:
             groups = [rng.randrange(4)]
-            dropped, moves = scheduler.abort(groups)
+            dropped, departures = scheduler.abort(groups)
             aborted += len(dropped)
             assert all(s.group in groups for s in dropped)
-            move(moves)
+            move(departures.moves)
         if rng.random() < 0.03:
-            scheduler.requeue_running()
-        move(scheduler.preempt())
+            scheduler.forget_kv()
+        move(scheduler.preempt().moves)
         admissions, more = scheduler.admit(20)
         for a in admissions:
             if a.donor_row is None:
@@ -211,6 +211,6 @@ def test_random_walk_keeps_rows_budget_and_kv_consistent(seed: int) -> None:
                 ends.add(row)
         scheduler.grow()
         finished += len(ends)
-        move(scheduler.release(ends))
+        move(scheduler.release(ends).moves)
     assert made == finished + aborted + len(scheduler.running) + len(scheduler.waiting)
     assert finished > 20

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_parts import ADD, END, TEMPLATES, call_text, chat_tokenizer, turn_tokens, user
+from session_parts import ADD, END, TEMPLATES, THINKING, call_text, chat_tokenizer, turn_tokens, user
+from transformers import AutoTokenizer
 
-from psrl.models.tiny_tokenizer import make_tokenizer, save_tokenizer
-from psrl.models.tokenizer import ChatTokenizer, load_tokenizer
+from psrl.models.tiny_tokenizer import CHAT_TEMPLATE, make_tokenizer, save_tokenizer
+from psrl.models.tokenizer import ChatTokenizer, TransformersTokenizer, load_tokenizer
 from psrl.sessions.capture import EndedTurn, SessionCapture, TurnStart
 from psrl.sessions.errors import RefusedRequestError
-from psrl.sessions.turns import TrainingArrays
+from psrl.sessions.turns import TrainingArrays, TurnTokens
 
 pytestmark = pytest.mark.unit
 
@@ -182,7 +183,7 @@ def test_a_turn_that_fails_leaves_no_trace_and_may_come_again(tokenizers: dict[s
     messages = [user("a"), first.message, user("b")]
     failed = capture.begin_turn(messages)
     with pytest.raises(ValueError, match="log-probs"):
-        capture.end_turn(failed, turn_tokens([5, 6]).__class__([5, 6], [-1.0], [], "stop"))
+        capture.end_turn(failed, TurnTokens([5, 6], [-1.0], [], "stop"))
     assert capture.branches() == [first.turn] and capture.num_turns == 1
     again = capture.begin_turn(messages)
     assert (again.parent, again.prompt_ids, again.history) == (failed.parent, failed.prompt_ids, failed.history)
@@ -211,6 +212,32 @@ def test_the_mark_is_never_part_of_the_conversation(tokenizers: dict[str, ChatTo
     ended = answer(capture, capture.begin_turn([user("TURN0HERE")]), "TURN1HERE")
     start = capture.begin_turn([user("TURN0HERE"), ended.message, user("TURN2HERE TURN0HERE")])
     assert capture.tokenizer.decode(list(start.added_ids)) == "\nuser\nTURN2HERE TURN0HERE\nassistant\n"
+
+
+CALLED: list[dict[str, Any]] = [
+    user("What is the sum?"),
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}}],
+    },
+    {"role": "tool", "content": "2"},
+    {"role": "tool", "content": "3"},
+]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, THINKING])
+@pytest.mark.parametrize("messages", [CALLED, [{"role": "system", "content": "S"}, *CALLED], CALLED[:1]])
+@pytest.mark.parametrize("tools", [[], [ADD]])
+def test_tools_are_rendered_as_transformers_renders_them(
+    tmp_path: Path, template: str, messages: list[Any], tools: list[Any]
+) -> None:
+    ours, same = chat_tokenizer(tmp_path, template), TransformersTokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for prompt in (True, False):
+        text = theirs.apply_chat_template(messages, tools=tools or None, add_generation_prompt=prompt, tokenize=False)
+        assert ours.render_chat(messages, tools, prompt) == same.render_chat(messages, tools, prompt) == text
+    assert ours.encode_chat(messages) == same.encode_chat(messages)
 
 
 MALFORMED: list[tuple[Any, str]] = [

@@ -46,6 +46,14 @@ def test_the_last_change_before_an_idle_time_is_told_in_time() -> None:
     )
 
 
+def test_other_news_are_told_with_the_figures_though_nothing_moved() -> None:
+    reports = StatusReports(0.25)
+    reports.sent(EngineStats(running=1), 64.0)
+    assert [reports.due(EngineStats(running=1), at_s, other_news=True) for at_s in (64.2, 64.25)] == [False, True]
+    assert reports.due_in_s(EngineStats(running=1), 64.125, other_news=True) == 0.125
+    assert not StatusReports(0.0).due(EngineStats(), 64.25, other_news=True), "switched off"
+
+
 def test_a_new_coordinator_is_told_everything() -> None:
     reports = StatusReports(0.25)
     reports.sent(EngineStats(running=1), 64.0)

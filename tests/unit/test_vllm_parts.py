@@ -94,6 +94,15 @@ def test_without_vllm_the_message_says_how_to_get_it() -> None:
     assert not set(HAS_A_KEY) & set(FIXED_BY_PSRL)
 
 
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_routing_by_what_is_cached_needs_engines_that_cache(engine: str) -> None:
+    found = config(name=engine, enable_prefix_caching=False)
+    check(found, only_planned=True)
+    found.psrl.rollout_coordination.routing_strategy.method = "cache_aware"
+    with pytest.raises(ConfigError, match=r"method=cache_aware .*enable_prefix_caching=False: set it to True"):
+        check(found, only_planned=True)
+
+
 def test_the_cache_of_one_token() -> None:
     smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
     assert kv_bytes_a_token(smollm2, 4) == 2 * 30 * 3 * 64 * 4
@@ -158,6 +167,15 @@ def test_busy_time_is_the_time_with_work() -> None:
 
 
 # ---- shared memory -----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_taken_when_something_first_comes_that_way() -> None:
+    shared = SharedTensors("psrl-test", {"a": ((300, 1000), torch.float32)})
+    taken = [Path(shared.path).stat().st_blocks * 512]
+    shared.fill([("a", torch.ones(300, 1000))])
+    taken.append(Path(shared.path).stat().st_blocks * 512)
+    shared.close()
+    assert taken[0] == 0 and taken[1] >= 4 * 300 * 1000
 
 
 def test_what_one_process_fills_another_sees_and_nothing_is_left_behind() -> None:

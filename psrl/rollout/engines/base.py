@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import zmq
 
-from psrl.protocol.generation import EngineStats, GenerateRequest, TokenChunk
+from psrl.protocol.generation import CacheEvents, EngineStats, GenerateRequest, TokenChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class Engine(Protocol):
         the last call. Raises if the engine cannot go on, which is the end of the process that owns it."""
         ...
 
-    def waitables(self) -> Sequence[int]:
-        """Descriptors that are readable once `step` has something to say; none if it decodes in this process."""
+    def waitables(self) -> Sequence[zmq.Socket[bytes] | int]:
+        """Sockets and descriptors that are readable once `step` has something to say; none if it decodes in this process."""
         ...
 
     def due_in_s(self) -> float:
@@ -81,6 +82,11 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Take the memory again. `update_weights` must follow before anything is decoded."""
+        ...
+
+    def cache_events(self) -> CacheEvents | None:
+        """What entered and left the prefix cache since the last call; None: nothing, or the engine was made without a
+        `block_size`. A request whose first whole blocks (its last token apart) are held does not compute their tokens."""
         ...
 
     def stats(self) -> EngineStats: ...

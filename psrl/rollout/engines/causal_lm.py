@@ -1,4 +1,5 @@
-"""Any transformers causal LM as two calls over the rows of a KV cache: prefill sequences, decode one token each."""
+"""Any transformers causal LM as three calls over the rows of a KV cache: prefill sequences, or what they have more than before,
+and decode one token each."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from psrl.rollout.engines.kv_cache import SlotCache
+from psrl.rollout.engines.prefix_cache import BlockRun
 
 _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
@@ -39,7 +41,16 @@ def check_supported(model: PreTrainedModel) -> None:
 class CachedCausalLM:
     """`model` with one KV row per running sequence. Call within torch.inference_mode()."""
 
-    def __init__(self, model: PreTrainedModel, *, max_rows: int, max_length: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_rows: int,
+        max_length: int,
+        device: torch.device | str,
+        block_size: int = 0,
+    ) -> None:
+        """`block_size`: tokens of a block that can be stored and restored; 0 if none ever is."""
         check_supported(model)
         self._model = model
         self._device = torch.device(device)
@@ -55,7 +66,11 @@ class CachedCausalLM:
         self._window: int | None = window if "sliding_attention" in kinds or not kinds else None
         self._mixed_kinds = kinds == set(_ATTENTION_KINDS)
         self._cache = SlotCache(
-            num_layers=config.num_hidden_layers, max_rows=max_rows, max_length=max_length, device=self._device
+            num_layers=config.num_hidden_layers,
+            max_rows=max_rows,
+            max_length=max_length,
+            block_size=block_size,
+            device=self._device,
         )
 
     def prefill(self, rows: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
@@ -70,6 +85,17 @@ class CachedCausalLM:
         self._cache.begin_prefill(rows, width)
         self._forward(ids, positions, None)
 
+    def extend(self, rows: Sequence[int], starts: Sequence[int], tails: Sequence[Sequence[int]]) -> None:
+        """Fill the KV of `tails[i]` (token ids, at least one) into row `rows[i]`, which has that of the `starts[i]` tokens
+        before them. Padding as in `prefill`; its keys are not kept."""
+        width = max(map(len, tails))
+        ids = torch.tensor([[*t, *[0] * (width - len(t))] for t in tails], device=self._device)
+        self._cache.begin_extend(rows, starts, [len(t) for t in tails])
+        length = max(start + len(tail) for start, tail in zip(starts, tails, strict=True))
+        at = torch.tensor(starts, device=self._device).unsqueeze(1) + self._columns[:width]
+        at = at.clamp_(max=length - 1)  # padding: any position that the model knows
+        self._forward(ids, at, self._mask(at, length))
+
     def decode(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Feed `token_ids[i]` at `positions[i]` of row i, for all rows 0 .. n-1. Returns logits [n, vocab]."""
         length = max(positions) + 1
@@ -77,17 +103,25 @@ class CachedCausalLM:
         at = torch.tensor(positions, device=self._device)
         self._cache.begin_decode(at, length)
         at = at.unsqueeze(1)
-        return self._forward(ids, at, self._decode_mask(at, length)).logits[:, -1]
+        return self._forward(ids, at, self._mask(at, length)).logits[:, -1]
 
     def release(self) -> None:
-        """Give the memory of all rows back."""
+        """Give the memory of all rows and stored blocks back."""
         self._cache.release()
 
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         self._cache.copy_rows(moves, length)
 
-    def _decode_mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive mask [n, 1, 1, length]; one per kind of attention layer where the model mixes them."""
+    def store_blocks(self, runs: Sequence[BlockRun]) -> None:
+        self._cache.store_blocks(runs)
+
+    def restore_blocks(self, runs: Sequence[BlockRun]) -> None:
+        self._cache.restore_blocks(runs)
+
+    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive mask [n, 1, q, length] of queries at `positions` [n, q]; one per kind of attention layer where the model
+        mixes them."""
+        positions = positions.unsqueeze(2)
         columns = self._columns[:length]
         hidden = columns > positions
         if self._window is None:
@@ -99,7 +133,7 @@ class CachedCausalLM:
 
     def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._mask_dtype, device=self._device)
-        return mask.masked_fill_(hidden, self._min_score)[:, None, None, :]
+        return mask.masked_fill_(hidden, self._min_score).unsqueeze(1)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> Any:
         return self._model(

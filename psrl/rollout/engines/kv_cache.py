@@ -2,6 +2,7 @@
 
 Per layer one tensor [rows, kv_heads, length, head_dim] for keys and one for values, grown when needed. A decode step
 writes one position in each of the first n rows in place and attends over a view: nothing is concatenated or copied.
+Whole blocks of rows go to a `BlockStore` and come back.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from psrl.rollout.engines.block_store import BlockStore
+from psrl.rollout.engines.prefix_cache import BlockRun
+
 LENGTH_CHUNK = 64
 
 
 class _Step:
-    """What the forward in hand does; shared by all layers. `length` 0 means a prefill."""
+    """What the forward in hand does; shared by all layers. `length` 0 means a prefill from position 0."""
 
     def __init__(self) -> None:
         self.rows = torch.empty(0, dtype=torch.int64)
         self.positions = torch.empty(0, dtype=torch.int64)
+        self.tokens: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Which of the forward's tokens are real, (row of the batch, column), one for each of `rows` and `positions`; set
+        where sequences are continued, each by a number of its own."""
+        self.batch_rows = self.rows
+        """Then the row of each sequence of the batch."""
         self.length = 0
         self.row_capacity = 0
         self.length_capacity = 0
@@ -66,6 +75,11 @@ class SlotLayer(CacheLayerMixin):
             self.keys[step.rows, :, :width] = key_states
             self.values[step.rows, :, :width] = value_states
             return key_states, value_states
+        if step.tokens is not None:
+            batch, column = step.tokens
+            self.keys[step.rows, :, step.positions] = key_states[batch, :, column]
+            self.values[step.rows, :, step.positions] = value_states[batch, :, column]
+            return self.keys[step.batch_rows, :, : step.length], self.values[step.batch_rows, :, : step.length]
         self.keys[step.rows, :, step.positions] = key_states[:, :, 0]
         self.values[step.rows, :, step.positions] = value_states[:, :, 0]
         n = key_states.shape[0]
@@ -99,12 +113,16 @@ class SlotCache(Cache):
     Memory is rows x longest row, at most `max_rows` x `max_length` positions; it grows in steps and is kept.
     """
 
-    def __init__(self, *, num_layers: int, max_rows: int, max_length: int, device: torch.device | str) -> None:
+    def __init__(
+        self, *, num_layers: int, max_rows: int, max_length: int, block_size: int, device: torch.device | str
+    ) -> None:
+        """`block_size`: tokens of a block that can be stored; 0 if none ever is."""
         self._step = _Step()
         self._max_rows = max_rows
         self._max_length = max_length
         self._device = device
         self._all_rows = torch.arange(max_rows, device=device)
+        self._store = BlockStore(num_layers=num_layers, block_size=block_size, device=device)
         self._slots = [SlotLayer(self._step) for _ in range(num_layers)]
         super().__init__(layers=list(self._slots))
 
@@ -112,14 +130,29 @@ class SlotCache(Cache):
         """The next forward is given whole sequences of up to `width` tokens, one per row, from position 0."""
         self._reserve(max(rows) + 1, width)
         self._step.rows = torch.tensor(rows, device=self._device)
-        self._step.length = 0
+        self._step.length, self._step.tokens = 0, None
+
+    def begin_extend(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """The next forward is given `counts[i]` tokens, padded on the right, that follow the first `starts[i]` of row
+        `rows[i]`."""
+        length = max(start + count for start, count in zip(starts, counts, strict=True))
+        self._reserve(max(rows) + 1, length)
+        tokens = [
+            (i, column, row, start + column)
+            for i, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True))
+            for column in range(count)
+        ]
+        batch, columns, row, positions = torch.tensor(tokens, device=self._device).unbind(1)
+        step = self._step
+        step.tokens, step.rows, step.positions, step.length = (batch, columns), row, positions, length
+        step.batch_rows = torch.tensor(rows, device=self._device)
 
     def begin_decode(self, positions: torch.Tensor, length: int) -> None:
         """The next forward is given one token for each of rows 0 .. n-1, at `positions` int64 [n] below `length`."""
         self._reserve(len(positions), length)
         self._step.rows = self._all_rows[: len(positions)]
         self._step.positions = positions
-        self._step.length = length
+        self._step.length, self._step.tokens = length, None
 
     def copy_rows(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """Copy the first `length` positions of each source row to its destination. No row may be both."""
@@ -130,8 +163,19 @@ class SlotCache(Cache):
         for layer in self._slots:
             layer.copy_rows(sources, destinations, length)
 
+    def store_blocks(self, runs: Sequence[BlockRun]) -> None:
+        """Copy blocks of rows to the store."""
+        self._store.take(self._slots, runs)
+
+    def restore_blocks(self, runs: Sequence[BlockRun]) -> None:
+        """Copy blocks of the store to rows."""
+        for run in runs:
+            self._reserve(run.row + 1, self._store.block_size * (run.first + len(run.slots)))
+        self._store.give(self._slots, runs)
+
     def release(self) -> None:
-        """Give all memory back, and with it what every row holds."""
+        """Give all memory back, and with it what every row and the store hold."""
+        self._store.release()
         self._step.row_capacity = self._step.length_capacity = 0
         for layer in self._slots:
             layer.release()

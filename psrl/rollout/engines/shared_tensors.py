@@ -5,12 +5,13 @@ The owner fills it, others map it by the owner's descriptor (`/proc/<pid>/fd/<n>
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 import torch
+
+from psrl.host_memory import map_file, memory_file, reserve_pages
 
 ALIGNMENT = 64
 
@@ -27,8 +28,8 @@ class SharedTensors:
         for tensor, (shape, dtype) in specs.items():
             self.layout.append((tensor, str(dtype).removeprefix("torch."), list(shape), end))
             end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, max(end, 1))
+        self._size, self._reserved = max(end, 1), False
+        self._descriptor = memory_file(name, self._size, reserve=False)
         self._tensors = dict(map_tensors(self.path, self.layout)[1])
 
     @property
@@ -37,7 +38,11 @@ class SharedTensors:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy these in; their names, shapes and dtypes must be those of the specs."""
+        """Copy these in; their names, shapes and dtypes must be those of the specs. The first time takes the memory: where
+        nothing ever comes this way it costs none. OSError if there is no room."""
+        if not self._reserved:
+            reserve_pages(self._descriptor, self._size)
+            self._reserved = True
         for name, tensor in tensors:
             self._tensors[name].copy_(tensor)
 
@@ -49,7 +54,7 @@ class SharedTensors:
 def map_tensors(path: str, layout: Layout) -> tuple[torch.Tensor, Iterator[tuple[str, torch.Tensor]]]:
     """(the whole mapping as bytes, views of its tensors); they keep the mapping alive."""
     with open(path, "r+b", buffering=0) as file:  # noqa: PTH123 (not a path of the filesystem)
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        memory = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
 
     def view(dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
         dtype = getattr(torch, dtype_name)

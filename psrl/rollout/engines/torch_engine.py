@@ -17,6 +17,7 @@ from psrl.protocol.generation import (
     FINISH_ABORT,
     FINISH_LENGTH,
     FINISH_STOP,
+    CacheEvents,
     EngineStats,
     GenerateRequest,
     SamplingParams,
@@ -24,15 +25,18 @@ from psrl.protocol.generation import (
 )
 from psrl.protocol.samples import VersionSpan
 from psrl.rollout.engines.causal_lm import CachedCausalLM
+from psrl.rollout.engines.prefix_cache import BlockRun
 from psrl.rollout.engines.requests import budget, last_chunk, refusals, request_fault
 from psrl.rollout.engines.sampling import sample
-from psrl.rollout.engines.scheduler import Admission, Move, Scheduler, Sequence
+from psrl.rollout.engines.scheduler import Admission, Departures, Scheduler, Sequence
 from psrl.rollout.engines.weight_set import weight_faults, weight_tensors
 
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 2048
 """Tokens of one prefill forward, padding included: enough to fill the cores, short enough to stay responsive."""
+BLOCK_SIZE = 16
+"""Tokens of a prefix cache's block where nobody asks for another size."""
 _MAX_INTERNED = 1024
 
 
@@ -51,8 +55,12 @@ class TorchEngine:
         max_model_len: int,
         kv_cache_tokens: int,
         device: torch.device | str = "cpu",
+        enable_prefix_caching: bool = True,
+        block_size: int = 0,
     ) -> None:
         """`model` belongs to the engine from now on: it is moved, frozen and overwritten by `update_weights`.
+
+        `block_size`: tokens of a block in which `cache_events` tells what the prefix cache holds; 0: it tells nothing.
 
         Raises ValueError for limits that cannot work and for a model that cannot be decoded here.
         """
@@ -71,12 +79,20 @@ class TorchEngine:
         self._specs = {name: (tuple(t.shape), t.dtype) for name, t in weight_tensors(self._model).items()}
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._lm = CachedCausalLM(self._model, max_rows=max_num_seqs, max_length=max_model_len, device=device)
-        self._scheduler = Scheduler(max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens)
+        block = (block_size or BLOCK_SIZE) if enable_prefix_caching else 0
+        self._tells = bool(block_size) and enable_prefix_caching
+        self._lm = CachedCausalLM(
+            self._model, max_rows=max_num_seqs, max_length=max_model_len, block_size=block, device=device
+        )
+        self._scheduler = Scheduler(max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens, block_size=block)
+        self._stores = self._tells
+        """Blocks are copied; before that, only their names are kept. A run that asks for each prompt once never needs more."""
+        self._left: list[tuple[int, Sequence]] = []
+        """Who left a row that is still as it was: its blocks are cached before that changes, but not if weights change first."""
         self._ready: list[TokenChunk] = []
         self._params: dict[SamplingParams, tuple[SamplingParams, frozenset[int]]] = {}
         self._arrivals = 0
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._prefix_hit_tokens = 0
         self._generated_tokens = 0
         self._decode_steps = self._decode_kv_tokens = 0
         self._prefills = 0
@@ -144,8 +160,8 @@ class TorchEngine:
     def abort_samples(self, samples: Collection[tuple[int, int]]) -> list[TokenChunk]:
         return self._dropped(*self._scheduler.abort_samples(samples))
 
-    def _dropped(self, dropped: list[Sequence], moves: list[Move]) -> list[TokenChunk]:
-        self._move_rows(moves)
+    def _dropped(self, dropped: list[Sequence], departures: Departures) -> list[TokenChunk]:
+        self._depart(departures)
         return [last_chunk(s.group, s.sample, FINISH_ABORT) for s in dropped]
 
     def abort_waiting(self) -> list[TokenChunk]:
@@ -166,8 +182,11 @@ class TorchEngine:
     def step(self) -> list[TokenChunk]:
         started = time.perf_counter()
         chunks, self._ready = self._ready, []
-        self._move_rows(self._scheduler.preempt())
+        self._depart(self._scheduler.preempt())
+        self._keep_blocks()
         admissions, more_to_prefill = self._scheduler.admit(PREFILL_TOKENS)
+        if not self._stores and any(a.cached for a in admissions):
+            admissions = self._begin_to_store(admissions)
         if admissions:
             begun = time.perf_counter()
             self._prefill(admissions)
@@ -181,9 +200,15 @@ class TorchEngine:
 
     def _prefill(self, admissions: list[Admission]) -> None:
         own = [a for a in admissions if a.donor_row is None]
-        self._prompt_tokens += sum(len(a.sequence.token_ids) for a in own)
-        for batch in pack_by_length([a for a in own if len(a.sequence.token_ids) > 1], PREFILL_TOKENS):
+        self._prompt_tokens += sum(len(a.sequence.token_ids) - a.num_cached for a in own)
+        self._prefix_hit_tokens += sum(a.num_cached for a in own)
+        self._lm.restore_blocks([BlockRun(a.row, 0, a.cached) for a in own if a.cached])
+        to_compute = [a for a in own if a.num_to_prefill]
+        for batch in pack_by_length([a for a in to_compute if not a.num_cached], PREFILL_TOKENS):
             self._lm.prefill([a.row for a in batch], [a.sequence.token_ids[:-1] for a in batch])
+        for batch in pack_by_length([a for a in to_compute if a.num_cached], PREFILL_TOKENS):
+            tails = [a.sequence.token_ids[a.num_cached : -1] for a in batch]
+            self._lm.extend([a.row for a in batch], [a.num_cached for a in batch], tails)
         copies = [(a.donor_row, a.row) for a in admissions if a.donor_row is not None]
         self._lm.copy_rows(copies, max((len(a.sequence.prompt_ids) - 1 for a in admissions), default=0))
 
@@ -227,11 +252,35 @@ class TorchEngine:
         self._decode_steps += 1
         self._decode_kv_tokens += self._scheduler.kv_tokens
         self._scheduler.grow()
-        self._move_rows(self._scheduler.release(finished))
+        self._depart(self._scheduler.release(finished))
 
-    def _move_rows(self, moves: list[Move]) -> None:
-        if moves:
+    def _depart(self, departures: Departures) -> None:
+        self._left += departures.left
+        if moves := departures.moves:
+            self._keep_blocks()
             self._lm.copy_rows(moves, max(len(self._scheduler.running[row].token_ids) for _, row in moves) - 1)
+
+    def _keep_blocks(self) -> None:
+        """Cache what has left, before its rows are used again."""
+        if self._left:
+            runs = self._scheduler.keep(self._left)
+            if self._stores:
+                self._lm.store_blocks(runs)
+            self._left.clear()
+
+    def _begin_to_store(self, admissions: list[Admission]) -> list[Admission]:
+        """These would have hit what has left before: from now on it is worth its copies."""
+        self._stores = True
+        assert self._scheduler.cache is not None
+        self._scheduler.cache.clear()
+        return [Admission(a.sequence, a.row, a.donor_row) for a in admissions]
+
+    @torch.inference_mode()
+    def cache_events(self) -> CacheEvents | None:
+        if not self._tells or self._scheduler.cache is None:
+            return None
+        self._keep_blocks()
+        return self._scheduler.cache.held.news()
 
     # ---- weights ---------------------------------------------------------------------------------------------
 
@@ -248,7 +297,8 @@ class TorchEngine:
             for name, tensor in given:
                 own[name].copy_(tensor)
         self.version = version
-        self._scheduler.requeue_running()
+        self._left.clear()
+        self._scheduler.forget_kv()
 
     # ---- memory ----------------------------------------------------------------------------------------------
 
@@ -256,6 +306,8 @@ class TorchEngine:
         if self.has_work():
             raise RuntimeError("an engine with samples cannot sleep: abort them first")
         self.version = -1
+        self._left.clear()
+        self._scheduler.forget_kv()
         self._lm.release()
         for tensor in weight_tensors(self._model).values():
             tensor.data = tensor.data.new_empty(0)
@@ -269,7 +321,8 @@ class TorchEngine:
     # ---- the rest --------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """`prompt_tokens` counts tokens that were prefilled: a group's prompt once, recomputed sequences again."""
+        """`prompt_tokens` counts tokens that were prefilled: a group's prompt once, recomputed sequences again, what the
+        prefix cache held not."""
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.running),
@@ -285,11 +338,13 @@ class TorchEngine:
             decode_kv_tokens=self._decode_kv_tokens,
             prefills=self._prefills,
             prefill_s=self._prefill_s,
+            prefix_hit_tokens=self._prefix_hit_tokens,
         )
 
     def close(self) -> None:
         """Drop all requests and the memory of model and cache; the engine cannot be used afterwards."""
         self._scheduler.abort(None)
+        self._left.clear()
         self._ready.clear()
         del self._lm, self._model
 
@@ -298,10 +353,10 @@ def pack_by_length(admissions: list[Admission], max_tokens: int) -> list[list[Ad
     """Batches of similar length, each of at most `max_tokens` with padding (a single longer sequence goes alone)."""
     batches: list[list[Admission]] = []
     width = 0
-    for admission in sorted(admissions, key=lambda a: -len(a.sequence.token_ids)):
+    for admission in sorted(admissions, key=lambda a: -a.num_to_prefill):
         if batches and (len(batches[-1]) + 1) * width <= max_tokens:
             batches[-1].append(admission)
         else:
-            width = len(admission.sequence.token_ids) - 1
+            width = admission.num_to_prefill
             batches.append([admission])
     return batches

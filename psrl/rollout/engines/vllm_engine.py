@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 from vllm import SamplingParams as VllmSampling
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from psrl.protocol.generation import (
     FINISH_ABORT,
     FINISH_LENGTH,
     FINISH_STOP,
+    CacheEvents,
     EngineStats,
     GenerateRequest,
     SampleRequest,
@@ -30,8 +32,10 @@ from psrl.rollout.engines.base import InWorkers
 from psrl.rollout.engines.requests import budget, last_chunk, refusals, request_fault
 from psrl.rollout.engines.shared_tensors import SharedTensors
 from psrl.rollout.engines.vllm_arguments import draw_seed
+from psrl.rollout.engines.vllm_blocks import names_blocks_of
 from psrl.rollout.engines.vllm_config import engine_config
 from psrl.rollout.engines.vllm_core import EngineCore
+from psrl.rollout.engines.vllm_events import PrefixCacheNews
 from psrl.rollout.engines.vllm_figures import EngineFigures
 from psrl.rollout.engines.weight_set import weight_faults
 from psrl.rollout.stream import join_chunks
@@ -74,6 +78,7 @@ class VllmEngine:
         kv_transfer_config: Mapping[str, Any] | None = None,
         tag_versions: bool = False,
         empty_offload: bool = False,
+        block_size: int = 0,
     ) -> None:
         """Start vLLM on the model in `directory` (tens of seconds), with random weights until `update_weights`.
 
@@ -82,10 +87,15 @@ class VllmEngine:
 
         `run` tells this run's keys and values from another's. With `kv_transfer_config` (LMCache's) they are tagged with
         their version (`tag_versions`), or what lies outside of vLLM is dropped at each switch (`empty_offload`).
+        `block_size`: tokens of a block in which `cache_events` tells what the prefix cache holds, a divisor of vLLM's own; 0:
+        it tells nothing.
         """
         options = dict(options or {})
         if kv_transfer_config is not None:
             options["kv_transfer_config"] = KVTransferConfig(**kv_transfer_config)
+        self._cache = PrefixCacheNews(block_size) if block_size else None
+        if self._cache is not None:
+            options["kv_events_config"] = KVEventsConfig(**self._cache.feed.options)
         self._run, self._tag_versions = run, tag_versions
         self._empty_offload = empty_offload and kv_transfer_config is not None
         config = engine_config(
@@ -108,6 +118,11 @@ class VllmEngine:
         if kv_transfer_config is not None:
             self._core.call_workers("psrl_attend_offload", timeout_s=PREPARE_TIMEOUT_S)
         cache = config.cache_config
+        if self._cache is not None and not (
+            cache.enable_prefix_caching and names_blocks_of(cache.block_size, block_size)
+        ):
+            self._cache.feed.close()
+            self._cache = None
         self._figures = EngineFigures(
             kv_capacity_tokens=((cache.num_gpu_blocks or 1) - 1) * cache.block_size,  # vLLM keeps one block for itself
             in_turns=config.parallel_config.pipeline_parallel_size > 1,
@@ -211,8 +226,8 @@ class VllmEngine:
 
     # ---- tokens ----------------------------------------------------------------------------------------------
 
-    def waitables(self) -> list[int]:
-        return list(self._core.waitables())
+    def waitables(self) -> list[zmq.Socket[bytes] | int]:
+        return [*self._core.waitables(), *(self._cache.feed.waitables() if self._cache else ())]
 
     def due_in_s(self) -> float:
         return 0.0 if self._ready else math.inf
@@ -222,6 +237,8 @@ class VllmEngine:
         self._take(self._core.drain())
         chunks, self._ready = self._ready, []
         self._figures.busy(self.has_work(), time.monotonic())
+        if self._cache is not None:
+            self._cache.hear()
         return chunks
 
     def _take(self, steps: list[EngineCoreOutputs]) -> None:
@@ -260,6 +277,9 @@ class VllmEngine:
             finish=_finish(output),
         )
 
+    def cache_events(self) -> CacheEvents | None:
+        return self._cache.news() if self._cache else None
+
     # ---- weights ---------------------------------------------------------------------------------------------
 
     def weight_specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -280,6 +300,7 @@ class VllmEngine:
         # "keep" lets the step in hand end; the rest then waits with void keys and values, and the prefix cache is emptied.
         self._core.call("pause_scheduler", "keep", True, timeout_s=PAUSE_TIMEOUT_S)
         self._take(self._core.drain())
+        self._cache_void()
         at.append(time.perf_counter())
         self._core.call_workers("psrl_switch", pulled, timeout_s=SWITCH_TIMEOUT_S)
         if self._empty_offload:
@@ -305,7 +326,12 @@ class VllmEngine:
             raise RuntimeError("an engine with samples cannot sleep: abort them first")
         self._core.call("sleep", 2, timeout_s=SWITCH_TIMEOUT_S)
         self._take(self._core.drain())
+        self._cache_void()
         self.version = -1
+
+    def _cache_void(self) -> None:
+        if self._cache is not None:
+            self._cache.all_void()
 
     def wake(self) -> None:
         self._core.call("wake_up", timeout_s=SWITCH_TIMEOUT_S)
@@ -319,6 +345,8 @@ class VllmEngine:
     def close(self) -> None:
         self._core.close()
         self._shared.close()
+        if self._cache is not None:
+            self._cache.feed.close()
 
 
 def _finish(output: EngineCoreOutput) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from psrl.host_memory import register_host, unregister_host
 from psrl.protocol.weights import SharedSlot
 from psrl.weights.channel.slot_header import HEADER_BYTES, SlotHeader, read_header
-from psrl.weights.memory import map_shared, register_host, unregister_host
+from psrl.weights.memory import map_shared
 from psrl.weights.plan import Read, windows
 
 

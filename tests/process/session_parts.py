@@ -71,7 +71,7 @@ ALTERNATING = """
 """As Llama 2's: users and assistants take turns, text is stripped, a space comes before the end of a turn."""
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-END = 2
+END, NEVER = 2, -1
 TEXTS = ["What is the sum of these?", "The tool says so.", "Tools: add, look", "<think>\n\n</think>\n\n"] * 4
 TEMPLATES = {"thinking": THINKING, "default_system": DEFAULT_SYSTEM, "alternating": ALTERNATING, "plain": None}
 
@@ -119,8 +119,8 @@ def call_text(name: str, **arguments: Any) -> str:
 
 
 class ScriptedMaker:
-    """Plays turns: each entry of `script` is the token ids of one turn, an exception to raise, or None to wait until it is
-    cancelled. Ends of turn are as in an engine: END ends one with "stop", the request's budget with "length"."""
+    """Plays turns: each entry of `script` is the token ids of one turn (at NEVER it waits until it is cancelled) or an exception
+    to raise. Ends of turn are as in an engine: END ends one with "stop", the request's budget with "length"."""
 
     def __init__(self, script: Iterable[Any], room: Callable[[int], int] = lambda prompt: 4096, part: int = 1):
         self.script = iter(script)
@@ -151,14 +151,14 @@ class ScriptedMaker:
     ) -> TurnTokens:
         if isinstance(entry, Exception):
             raise entry
-        if entry is None:
-            await asyncio.Event().wait()
         ids = list(entry)[: request.max_new_tokens]
         finish = "stop" if ids and ids[-1] == END else "length"
         whole = turn_tokens(ids, finish, version=len(self.made))
         for at in range(0, len(ids), self.part):
             await asyncio.sleep(0)
             await self.go_on.wait()
+            if ids[at] == NEVER:
+                await asyncio.Event().wait()
             if on_tokens is not None:
                 on_tokens(_part(whole, at, min(at + self.part, len(ids))))
         self.made.append(whole)
