@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -32,39 +33,34 @@ class BlackBox(Protocol):
 
 
 class BlackBoxFailedError(Exception):
-    """The program ended badly, or left no readable result. Says how."""
+    """It was too slow, ended badly, or left no readable result. Says which."""
 
 
 def make_black_box(config: BlackBoxConfig, endpoint: Endpoint) -> BlackBoxAgent:
     """Raises ConfigError with one sentence if the function cannot be imported."""
     if config.function is not None:
-        box: BlackBox = FunctionBox(import_object(config.function, f"{PREFIX}.function"))
+        box: BlackBox = FunctionBox(import_object(config.function, f"{PREFIX}.function"), config.timeout_s)
     else:
         assert config.command is not None, "checked with the configuration"
         box = CommandBox(shlex.split(config.command), config)
-    return BlackBoxAgent(box, endpoint, config.timeout_s, config.max_concurrent)
+    return BlackBoxAgent(box, endpoint, config.max_concurrent)
 
 
 class BlackBoxAgent:
-    """A SampleAgent around a black box: its deadline, and how many run at once in this process."""
+    """A SampleAgent around a black box, which has its own deadline; `max_concurrent` of them run at once in this process."""
 
-    def __init__(self, box: BlackBox, endpoint: Endpoint, timeout_s: float, max_concurrent: int) -> None:
-        self._box, self._endpoint, self._timeout_s = box, endpoint, timeout_s
+    def __init__(self, box: BlackBox, endpoint: Endpoint, max_concurrent: int) -> None:
+        self._box, self._endpoint = box, endpoint
         self._places = asyncio.Semaphore(max_concurrent)
 
     async def run(self, session: ChatSession, prompt: AgentPrompt) -> Ending:
         """The deadline begins when the black box does: waiting for a place does not count."""
         async with self._places:
             try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
-                    value = await self._box(
-                        self._endpoint.of(session.id), self._endpoint.api_key, prompt_fields(prompt)
-                    )
+                value = await self._box(self._endpoint.of(session.id), self._endpoint.api_key, prompt_fields(prompt))
             except BlackBoxFailedError as error:
                 return Ending(failed=f"black box: {error}")
             except Exception as error:  # it may raise anything; the trajectory is counted as failed
-                if isinstance(error, TimeoutError) and deadline.expired():
-                    return Ending(failed=f"black box: not done within black_box.timeout_s={self._timeout_s:g}")
                 if getattr(error, "code", None) in USED_UP:  # an openai client's error that nobody caught
                     return Ending()
                 return Ending(failed=f"black box: it raised {one_line(error)}")
@@ -85,11 +81,17 @@ def prompt_fields(prompt: AgentPrompt) -> dict[str, Any]:
 class FunctionBox:
     """A coroutine function, or an ordinary one in a thread (which goes on after a deadline: Python cannot end it)."""
 
-    def __init__(self, function: Callable[..., Any | Awaitable[Any]]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any | Awaitable[Any]], timeout_s: float) -> None:
+        self._function, self._timeout_s = function, timeout_s
 
     async def __call__(self, base_url: str, api_key: str, prompt: dict[str, Any]) -> Any:
-        return await call(self._function, base_url, api_key, prompt)
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                return await call(self._function, base_url, api_key, prompt)
+        except TimeoutError as error:
+            if not deadline.expired():  # its own
+                raise
+            raise BlackBoxFailedError(f"not done within black_box.timeout_s={self._timeout_s:g}") from error
 
 
 class CommandBox:
@@ -100,9 +102,10 @@ class CommandBox:
         self._argv = argv
         self._limits = Limits(
             timeout_s=config.timeout_s,
-            memory_bytes=int(config.max_memory_gb * 2**30),
+            memory_bytes=None if config.max_memory_gb is None else int(config.max_memory_gb * 2**30),
             processes=None,
             file_bytes=None,
+            open_files=None,
         )
 
     async def __call__(self, base_url: str, api_key: str, prompt: dict[str, Any]) -> Any:
@@ -111,6 +114,8 @@ class CommandBox:
             told, result = directory / "prompt.json", directory / "result.json"
             await asyncio.to_thread(told.write_text, json.dumps(prompt), encoding="utf-8")
             env = {
+                **own_environment(),
+                "TMPDIR": name,
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_KEY": api_key,
                 "PSRL_PROMPT_FILE": str(told),
@@ -119,8 +124,13 @@ class CommandBox:
             done = await run_program(self._argv, cwd=directory, limits=self._limits, env=env, isolated=False)
             if done.ended:
                 said = " | ".join(line.strip() for line in done.output.splitlines()[-LAST_LINES:] if line.strip())
-                raise BlackBoxFailedError(f"it ended with {done.ended}" + (f": {said[-500:]}" if said else ""))
+                raise BlackBoxFailedError(done.ended + (f": {said[-500:]}" if said else ""))
             return read_result(result)
+
+
+def own_environment() -> dict[str, str]:
+    """Ours, as the user started it: without the setting that keeps a program from finding the modules beside it."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
 
 
 def read_result(path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from psrl.agents.base import AgentPrompt, Message
 
@@ -60,7 +60,9 @@ class Environment(Protocol):
 class BaseEnvironment:
     """Defaults for everything but `step`: the prompt's own messages, no tools, rewards by steps, nothing to give back."""
 
-    tools: ClassVar[Sequence[dict[str, Any]]] = ()
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        return ()
 
     async def reset(self, prompt: AgentPrompt) -> Sequence[Message]:
         return prompt.messages

@@ -14,7 +14,7 @@ from psrl.sessions.errors import ContextExceededError, RefusedRequestError, Turn
 from psrl.sessions.session import ChatReply, ChatRequest
 
 ENDS_A_TURN = ("stop", "tool_calls")
-"""Finish reasons of a whole message; after any other the trajectory is over."""
+"""Finish reasons of a whole message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class TurnLimits:
 
     max_assistant_turns: int | None = None
     max_tokens_per_turn: int | None = None
+    go_on_after_cut: bool = False
     step_timeout_s: float = 60.0
     max_env_retries: int = 2
 
@@ -61,7 +62,7 @@ class ToolAgent:
             if reply is None:
                 break
             tally.turns += 1
-            if reply.finish_reason not in ENDS_A_TURN:
+            if reply.finish_reason not in ENDS_A_TURN and not self._limits.go_on_after_cut:
                 break
             step = await environment.step(reply.message)
             tally.add(step.reward, step.metrics)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -28,7 +29,6 @@ from psrl.supervisor.process import describe_exit
 log = logging.getLogger("psrl.agents")
 OOM_SCORE_ADJ = 900
 """The kernel ends such a program before anything else of the run."""
-OPEN_FILES = 256
 AFTER_KILL_S = 5.0
 MARK = "PSRL_SANDBOX"
 """In the environment of a program and, unless it takes pains, of all that it starts."""
@@ -36,12 +36,17 @@ MARK = "PSRL_SANDBOX"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
+    """None: not limited."""
+
     timeout_s: float = 10.0
-    memory_bytes: int = 2**30
+    memory_bytes: int | None = 2**30
     """Address space of each process."""
+    cpu_s: int | None = None
+    """CPU time of each process: a last resort behind the deadline."""
     processes: int | None = 32
-    """None: not limited (and not counted)."""
     file_bytes: int | None = 2**26
+    """Of each file that is written."""
+    open_files: int | None = 256
     output_bytes: int = 2**16
     """Kept of stdout and stderr together; what is in the middle of more is thrown away."""
     hidden: tuple[str, ...] = ()
@@ -52,10 +57,22 @@ class Limits:
         return Limits(
             timeout_s=config.timeout_s,
             memory_bytes=int(config.max_memory_gb * 2**30),
+            cpu_s=4 * math.ceil(config.timeout_s),  # threads count together
             processes=config.max_processes,
             file_bytes=int(config.max_file_mb * 2**20),
             hidden=tuple(hidden),
         )
+
+    def rlimits(self) -> dict[str, int]:
+        """Those that the kernel keeps for each process."""
+        limits = {
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_CPU": self.cpu_s,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+        }
+        return {name: value for name, value in limits.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +93,22 @@ async def run_program(
     """
     mark = secrets.token_hex(8)
     isolated = isolated and why_no_namespaces() is None
-    process = await asyncio.create_subprocess_exec(
-        *jailed(argv, cwd, limits, isolated),
-        cwd=cwd,
-        env={**program_environment(cwd), **(env or {}), MARK: mark},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
+    # A pipe of our own: asyncio's counts as part of the process, which then ends only when all that it started has.
+    outgoing, incoming = os.pipe()
     output = HeadAndTail(limits.output_bytes)
-    reading = asyncio.ensure_future(_read(process.stdout, output))
+    reading = asyncio.create_task(_read(outgoing, output))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *jailed(argv, cwd, limits, isolated),
+            cwd=cwd,
+            env={**program_environment(cwd), **(env or {}), MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=incoming,
+            stderr=incoming,
+            start_new_session=True,
+        )
+    finally:
+        os.close(incoming)
     code: int | None = None
     try:
         with contextlib.suppress(TimeoutError):
@@ -95,21 +116,14 @@ async def run_program(
                 code = await process.wait()
     finally:
         kill_all(process.pid, mark, escapes=not isolated)
-        await asyncio.wait({reading, asyncio.ensure_future(process.wait())}, timeout=AFTER_KILL_S)
+        await asyncio.wait({reading, asyncio.create_task(process.wait())}, timeout=AFTER_KILL_S)
         reading.cancel()
     return Finished(_ended(code, limits, isolated), output.text())
 
 
 def jailed(argv: Sequence[str], cwd: Path, limits: Limits, isolated: bool) -> list[str]:
     """The command that starts `argv` within its limits."""
-    rlimits = {
-        "RLIMIT_AS": limits.memory_bytes,
-        "RLIMIT_CPU": int(limits.timeout_s) + 2,  # of each process; a last resort behind the deadline
-        "RLIMIT_NOFILE": OPEN_FILES,
-        "RLIMIT_CORE": 0,
-    }
-    if limits.file_bytes is not None:
-        rlimits["RLIMIT_FSIZE"] = limits.file_bytes
+    rlimits = limits.rlimits()
     if (
         limits.processes is not None and not isolated
     ):  # the guard of a namespace counts better: this one counts the whole user
@@ -119,7 +133,7 @@ def jailed(argv: Sequence[str], cwd: Path, limits: Limits, isolated: bool) -> li
         "oom_score_adj": OOM_SCORE_ADJ,
         "isolated": isolated,
         "writable": str(cwd),
-        "hidden": [d for d in limits.hidden if Path(d).is_dir()],
+        "hidden": [d for d in limits.hidden if Path(d).is_dir() and not cwd.is_relative_to(d)],
         "max_processes": limits.processes or 2**22,
         "rlimits": rlimits,
     }
@@ -192,9 +206,16 @@ def _ended(code: int | None, limits: Limits, isolated: bool) -> str:
     return describe_exit(code) if code else ""
 
 
-async def _read(stream: asyncio.StreamReader, output: HeadAndTail) -> None:
-    while chunk := await stream.read(2**16):
-        output.add(chunk)
+async def _read(descriptor: int, output: HeadAndTail) -> None:
+    """Read until everybody has closed the other end."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    pipe = os.fdopen(descriptor, "rb", 0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        while chunk := await reader.read(2**16):
+            output.add(chunk)
+    finally:
+        transport.close()
 
 
 class HeadAndTail:

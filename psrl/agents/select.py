@@ -6,7 +6,7 @@ from psrl.agents.base import Endpoint, SampleAgent
 from psrl.agents.black_box import make_black_box
 from psrl.agents.environments import environment_factory
 from psrl.agents.multi_turn import ToolAgent, TurnLimits
-from psrl.config.agents import BLACK_BOX, TOOL
+from psrl.config.agents import BLACK_BOX, GO_ON, TOOL
 from psrl.config.schema import Config
 
 
@@ -18,10 +18,11 @@ def make_agent(config: Config, endpoint: Endpoint | None = None) -> SampleAgent 
     if rollout.agent.default_agent_loop == TOOL:
         turns = rollout.multi_turn
         return ToolAgent(
-            environment_factory(turns),
+            environment_factory(turns, hidden=[config.run_dir] if config.run_dir else []),  # it holds keys
             TurnLimits(
                 max_assistant_turns=turns.max_assistant_turns,
                 max_tokens_per_turn=turns.max_tokens_per_turn,
+                go_on_after_cut=turns.cut_message == GO_ON,
                 step_timeout_s=turns.step_timeout_s,
                 max_env_retries=turns.max_env_retries,
             ),

@@ -33,7 +33,7 @@ class ToolEnvironment(BaseEnvironment):
         self._calls = self._errors = 0
 
     @property
-    def tools(self) -> Sequence[dict[str, Any]]:  # type: ignore[override]
+    def tools(self) -> Sequence[dict[str, Any]]:
         return [schema_of(tool) for tool in self._tools.values()]
 
     async def reset(self, prompt: AgentPrompt) -> Sequence[Message]:

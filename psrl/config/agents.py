@@ -7,6 +7,7 @@ from typing import Any
 
 SINGLE_TURN, TOOL, BLACK_BOX = "single_turn_agent", "tool_agent", "black_box_agent"
 AGENT_LOOPS = (SINGLE_TURN, TOOL, BLACK_BOX)
+END, GO_ON = "end", "go_on"
 TRUNCATE_SIDES = ("left", "right", "middle")
 
 
@@ -20,8 +21,8 @@ class BlackBoxConfig:
     """Deadline of one trajectory, the model's time included; beyond it the trajectory failed and is not trained."""
     max_concurrent: int = 64
     """Most trajectories that run at once in an agent loop process; further ones wait."""
-    max_memory_gb: float = 4.0
-    """Address-space limit of each of a command's processes."""
+    max_memory_gb: float | None = 16.0
+    """Address-space limit of each of a command's processes; null: none, for programs that reserve far more than they use (Node, CUDA)."""
 
 
 @dataclass
@@ -50,7 +51,9 @@ class MultiTurnConfig:
     max_assistant_turns: int | None = None
     """Most messages of the model in a trajectory; null: as many as data.max_response_length has room for."""
     max_tokens_per_turn: int | None = None
-    """Most tokens of one message; a message cut there ends the trajectory. null: what is left of data.max_response_length."""
+    """Most tokens of one message; null: what is left of data.max_response_length."""
+    cut_message: str = END
+    """What follows a message that was cut at max_tokens_per_turn: end (the trajectory ends and is scored as it is) | go_on (the environment answers it like a whole one)."""
     tools: list[str] = field(default_factory=list)
     """Tools that the model may call: calculator, python, or your own as `module:object`."""
     max_parallel_calls: int = 1

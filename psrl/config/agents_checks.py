@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import shlex
 
-from psrl.config.agents import AGENT_LOOPS, BLACK_BOX, SINGLE_TURN, TOOL, TRUNCATE_SIDES, AgentConfig, MultiTurnConfig
+from psrl.config.agents import (
+    AGENT_LOOPS,
+    BLACK_BOX,
+    END,
+    GO_ON,
+    SINGLE_TURN,
+    TOOL,
+    TRUNCATE_SIDES,
+    AgentConfig,
+    MultiTurnConfig,
+)
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 
 ROLLOUT = "gen_actor_rollout_ref.rollout"
 LOOP, BOX, TURNS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.black_box", f"{ROLLOUT}.multi_turn"
-CHOICES = {LOOP: AGENT_LOOPS, f"{TURNS}.tool_response_truncate_side": TRUNCATE_SIDES}
+CHOICES = {
+    LOOP: AGENT_LOOPS,
+    f"{TURNS}.cut_message": (END, GO_ON),
+    f"{TURNS}.tool_response_truncate_side": TRUNCATE_SIDES,
+}
 AT_LEAST = {
     f"{BOX}.max_concurrent": 1,
     f"{TURNS}.max_assistant_turns": 1,
@@ -22,7 +36,6 @@ AT_LEAST = {
 }
 POSITIVE = (
     f"{BOX}.timeout_s",
-    f"{BOX}.max_memory_gb",
     f"{TURNS}.step_timeout_s",
     f"{TURNS}.sandbox.timeout_s",
     f"{TURNS}.sandbox.max_memory_gb",
@@ -34,12 +47,14 @@ def check_agents(config: Config) -> list[str]:
     """Raises ConfigError for what contradicts itself; returns what has no effect."""
     rollout = config.gen_actor_rollout_ref.rollout
     loop = rollout.agent.default_agent_loop
-    if loop == TOOL:
-        _check_turns(rollout.multi_turn)
-    if loop == BLACK_BOX:
-        _check_box(rollout.agent)
     if loop != SINGLE_TURN:
         _check_surroundings(config, loop)
+    if loop == TOOL:
+        _check_turns(rollout.multi_turn)
+        if rollout.ignore_eos:
+            _check_endless(rollout.multi_turn)
+    if loop == BLACK_BOX:
+        _check_box(rollout.agent)
     return _warnings(rollout.agent, rollout.multi_turn)
 
 
@@ -65,8 +80,21 @@ def _check_turns(turns: MultiTurnConfig) -> None:
         )
 
 
+def _check_endless(turns: MultiTurnConfig) -> None:
+    """With ignore_eos no message ends by itself."""
+    if turns.max_tokens_per_turn is None or turns.cut_message != GO_ON:
+        raise ConfigError(
+            f"{ROLLOUT}.ignore_eos=True never ends a message, so {LOOP}={TOOL} would have one turn only: set it to False, or cut messages with "
+            f"{TURNS}.max_tokens_per_turn and {TURNS}.cut_message={GO_ON}."
+        )
+
+
 def _check_box(agent: AgentConfig) -> None:
     box = agent.black_box
+    if box.max_memory_gb is not None and not box.max_memory_gb > 0:
+        raise ConfigError(
+            f"{BOX}.max_memory_gb={box.max_memory_gb:g} is refused: it must be greater than 0, or null for no limit."
+        )
     if (box.function is None) == (box.command is None):
         said = f"function={box.function} and command={box.command} are both set" if box.function else "neither is set"
         raise ConfigError(
@@ -84,10 +112,6 @@ def _check_box(agent: AgentConfig) -> None:
 
 def _check_surroundings(config: Config, loop: str) -> None:
     """Keys of a run that sessions cannot work with."""
-    if config.gen_actor_rollout_ref.rollout.ignore_eos:
-        raise ConfigError(
-            f"{ROLLOUT}.ignore_eos=True never ends a message, so {LOOP}={loop} would have one turn only: set it to False."
-        )
     if config.data.synthetic_lengths.mean_tokens is not None:
         raise ConfigError(
             f"data.synthetic_lengths.mean_tokens={config.data.synthetic_lengths.mean_tokens:g} draws the length of a single response, which "

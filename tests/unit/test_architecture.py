@@ -17,6 +17,8 @@ ALLOWED = {
     "protocol": {"protocol"},
     "config": {"config"},
     "algorithms": {"algorithms"},
+    "agents": {"agents", "sessions", "tasks", "supervisor", "config"},
+    "agents/jail.py": set(),
     "rundir": {"rundir"},
     "net": {"net", "rundir", "protocol", "config"},
     "supervisor/process.py": {"supervisor"},

@@ -17,6 +17,8 @@ from typing import cast
 import pytest
 from omegaconf import OmegaConf
 
+from psrl.agents.base import Endpoint
+from psrl.agents.select import make_agent
 from psrl.config.checks import check
 from psrl.config.compose import compose_config, normalise
 from psrl.config.help import documented_keys
@@ -25,15 +27,23 @@ from psrl.deployment import shares_of
 from psrl.launch import register_launchers
 from psrl.slurm.job_text import END, READ_VERDICT
 from psrl.tasks.base import Answer
+from psrl.tasks.hidden_sum import HiddenSum
 from psrl.tasks.registry import build_task, task_spec
 
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-NODES = {"grpo_gsm8k_qwen2.5_3b": (1, 1), "dapo_qwen2.5_7b": (2, 2), "megatron_qwen2.5_32b": (8, 8)}
+NODES = {
+    "grpo_gsm8k_qwen2.5_3b": (1, 1),
+    "dapo_qwen2.5_7b": (2, 2),
+    "megatron_qwen2.5_32b": (8, 8),
+    "mini_swe": (1, 1),
+}
 """Trainer and rollout nodes, of 8 GPUs each."""
-INSTANCES = {"grpo_gsm8k_qwen2.5_3b": 8, "dapo_qwen2.5_7b": 16, "megatron_qwen2.5_32b": 16}
+INSTANCES = {"grpo_gsm8k_qwen2.5_3b": 8, "dapo_qwen2.5_7b": 16, "megatron_qwen2.5_32b": 16, "mini_swe": 8}
+LAPTOP = ("multi_turn", "black_box")
+"""Those that run on two cores; `run.sh` starts them."""
 DRY = "hydra.launcher.dry_run=true"
 
 every_example = pytest.mark.parametrize("name", NODES)
@@ -77,13 +87,15 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Started]:
 
 
 def overrides_of(name: str) -> list[str]:
-    command = f'source "{EXAMPLES / name / "overrides.sh"}" && printf "%s\\0" "${{overrides[@]}}"'
+    file = EXAMPLES / name / "overrides.sh"
+    source = f'source "{file}"' if file.exists() else f'source <(sed /^exec/d "{file.with_name("run.sh")}")'
+    command = f'{source} && printf "%s\\0" "${{overrides[@]}}"'
     return subprocess.check_output(["bash", "-euc", command], text=True).rstrip("\0").split("\0")
 
 
-def config_of(name: str) -> Config:
-    """As job.sbatch composes it."""
-    overrides, notices = normalise(overrides_of(name), has_accelerator=False, on_slurm=True)
+def config_of(name: str, *, on_slurm: bool = True) -> Config:
+    """As job.sbatch composes it, or run.sh."""
+    overrides, notices = normalise(overrides_of(name), has_accelerator=False, on_slurm=on_slurm)
     assert notices == []
     return cast(Config, OmegaConf.to_object(compose_config(overrides)))
 
@@ -141,15 +153,16 @@ def test_the_arithmetic_of_the_readme_is_right(name: str) -> None:
 
 
 def test_every_example_is_in_the_table() -> None:
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_dir()} == NODES.keys()
-    assert re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE) == list(NODES)
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_dir()} == {*NODES, *LAPTOP}
+    rows = re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    assert rows == [*LAPTOP, *NODES]
 
 
 @every_example
 def test_every_key_is_there_once(name: str) -> None:
     register_launchers()
     text = (EXAMPLES / name / "launch.sh").read_text()
-    keys = [override.partition("=")[0] for override in overrides_of(name)]
+    keys = [o.partition("=")[0] for o in overrides_of(name) if not o.startswith("+profile=")]
     assert len(keys) == len(set(keys))
     settings = re.findall(r"hydra\.launcher\.[a-z_.]+(?==)", text)
     assert settings and {*keys, *settings} <= documented_keys().keys()
@@ -224,6 +237,20 @@ def test_a_batch_script_without_its_overrides_says_so(tmp_path: Path) -> None:
     assert done.stdout == (
         f"psrl: there is no overrides.sh in {tmp_path}: submit job.sbatch from its own directory, or with sbatch --chdir\n"
     )
+
+
+# ---- on a laptop -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAPTOP)
+def test_a_laptop_example_is_accepted_and_its_agent_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / name)
+    config = config_of(name, on_slurm=False)
+    assert check(config) == []
+    assert make_agent(config, Endpoint("http://127.0.0.1:1", "key")) is not None
+    assert build_task(task_spec(config)) == HiddenSum(seed=config.data.seed)
+    script = EXAMPLES / name / "run.sh"
+    assert os.access(script, os.X_OK) and subprocess.run(["bash", "-n", script]).returncode == 0
 
 
 # ---- GSM8K -------------------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from psrl.agents.environment import Environment
 from psrl.agents.environments.hidden_sum import HiddenSumEnvironment
+from psrl.agents.sandbox import Limits
 from psrl.agents.tool_environment import ToolEnvironment
 from psrl.agents.tools import make_tool
 from psrl.config.agents import MultiTurnConfig
@@ -17,11 +18,12 @@ BUILT_IN: dict[str, Callable[..., Environment]] = {"hidden_sum": HiddenSumEnviro
 KEY = "gen_actor_rollout_ref.rollout.multi_turn.environment"
 
 
-def environment_factory(turns: MultiTurnConfig) -> Callable[[], Environment]:
-    """What makes one trajectory's environment. Raises ConfigError with one sentence if there is no such environment or tool,
-    or if it does not take its parameters."""
+def environment_factory(turns: MultiTurnConfig, hidden: Sequence[str] = ()) -> Callable[[], Environment]:
+    """What makes one trajectory's environment; `hidden` directories are not for the eyes of its tools. Raises ConfigError with
+    one sentence if there is no such environment or tool, or if it does not take its parameters."""
     if turns.environment is None:
-        make_tools = [make_tool(name, turns.sandbox) for name in turns.tools]
+        limits = Limits.from_config(turns.sandbox, hidden)
+        make_tools = [make_tool(name, limits) for name in turns.tools]
         return lambda: ToolEnvironment(
             [make() for make in make_tools],
             max_parallel_calls=turns.max_parallel_calls,

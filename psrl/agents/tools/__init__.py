@@ -8,7 +8,6 @@ from psrl.agents.sandbox import Limits
 from psrl.agents.tools.base import Tool
 from psrl.agents.tools.calculator import Calculator
 from psrl.agents.tools.python import PythonTool
-from psrl.config.agents import SandboxConfig
 from psrl.config.errors import ConfigError
 from psrl.tasks.registry import import_object
 
@@ -16,12 +15,11 @@ KEY = "gen_actor_rollout_ref.rollout.multi_turn.tools"
 BUILT_IN = ("calculator", "python")
 
 
-def make_tool(name: str, sandbox: SandboxConfig) -> Callable[[], Tool]:
+def make_tool(name: str, limits: Limits) -> Callable[[], Tool]:
     """What makes the tool for one trajectory. Raises ConfigError with one sentence if there is no such tool."""
     if name == "calculator":
         return Calculator
     if name == "python":
-        limits = Limits.from_config(sandbox)
         return lambda: PythonTool(limits)
     if ":" not in name:
         raise ConfigError(
