@@ -77,7 +77,7 @@ class Tree:
         source, grant = self._ask(version, incarnation, check_time)
         if grant.nbytes != segment.nbytes:
             raise TransferError(f"{source.name} has a store of {grant.nbytes} bytes, this one has {segment.nbytes}")
-        granted = []
+        granted: list[Wanted] = []
         for want, slot in zip(wanted, slots, strict=True):
             at = grant.address + slot.data_ptr() - segment.data_ptr()
             # All ranks come from one agent, which is met once.
