@@ -8,6 +8,7 @@ import time
 from collections import Counter
 
 import pytest
+from runs import NewRun
 from weight_world import DEADLINE_S, Process, World, publish
 
 from psrl.weights.broadcast import TRAINERS, source_of
@@ -114,3 +115,12 @@ def test_what_another_node_sends_is_judged_by_the_trainers_checksums(world: Worl
         store.write(bytes([byte ^ 0xFF]))
     answer = pull(third)
     assert (answer["differing"], answer["source"]) == ([], TRAINERS)
+
+
+def test_a_whole_run_whose_first_weights_go_along_the_tree(new_run: NewRun) -> None:
+    run = new_run({"psrl.broadcast_init": True, "psrl.weights.route": "nixl", "trainer.total_training_steps": 2})
+    assert run.launch() == 0, run.story()
+    assert run.audit().status == "completed"
+    relays = sorted(path.name for path in run.dir.rendezvous.glob("relay-*"))
+    assert relays == [f"{relay_name(0, 0)}.000000"], "the instances of one node share what one of them has fetched"
+    run.nothing_left()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from weight_role import differing, make_publisher, make_puller, shards, specs
+from weight_role import differing, make_publisher, make_puller, shards, specs, whole
 from weight_world import DEADLINE_S, World, publish, soon
 
 from psrl.config.schema import Config
@@ -24,8 +25,9 @@ from psrl.weights.channel import mapped_reads, nixl_available
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.nixl_publisher import NixlPublisher
+from psrl.weights.checksum import checksum
 from psrl.weights.mode import settle_mode
-from psrl.weights.receiver import Pulled, WeightReceiver
+from psrl.weights.receiver import Pulled, PullFailed, WeightReceiver
 from psrl.weights.split import Split
 
 pytestmark = [
@@ -446,6 +448,56 @@ def test_each_engine_rank_receives_its_part_and_only_the_switch_changes_its_tens
         receiver.close()
     for publisher in publishers:
         publisher.close()
+
+
+def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: checksum(tensor.reshape(-1).view(torch.uint8)) for name, tensor in tensors.items()}
+
+
+def published(mib: int, version: int) -> dict[str, int]:
+    return sums({name: tensor.to(specs(mib)[name][1]) for name, tensor in whole(mib, version).items()})
+
+
+@pytest.mark.parametrize("route", ["shm", "nixl"])
+def test_an_engine_never_holds_torn_weights_when_its_trainers_are_killed_in_mid_pull(world: World, route: str) -> None:
+    publishers = world.publishers(route, 2, mib=8)
+    publish(publishers, 0)
+    engine = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in specs(8).items()}
+    receiver = WeightReceiver(world.run_dir.path, engine, device="cpu", route=route)
+    receiver._puller._transfers._window_bytes = 2**20
+
+    def pull(version: int, incarnation: int) -> Pulled | PullFailed:
+        before, outcome, end = sums(engine), None, soon()
+        receiver.start(version, incarnation, DEADLINE_S)
+        while outcome is None and time.monotonic() < end:
+            outcome = receiver.poll()
+            assert sums(engine) == before, "the engine decodes with these"
+        assert outcome is not None
+        return outcome
+
+    assert isinstance(pull(0, 0), Pulled)
+    receiver.switch()
+    assert sums(engine) == published(8, 0)
+
+    publish(publishers, 1)
+    receiver._puller.on_progress = lambda _arrived: [publisher.kill() for publisher in publishers]
+    outcome = pull(1, 0)
+    if route == "shm":  # what was whole stays readable for those that have it mapped
+        assert isinstance(outcome, Pulled)
+        receiver.switch()
+        assert sums(engine) == published(8, 1)
+    else:
+        assert isinstance(outcome, PullFailed) and outcome.retryable
+        with pytest.raises(RuntimeError, match="no weights have arrived"):
+            receiver.switch()
+        assert sums(engine) == published(8, 0)
+
+    receiver._puller.on_progress = None
+    publish(world.publishers(route, 2, mib=8), 2, incarnation=1)
+    assert isinstance(pull(2, 1), Pulled)
+    receiver.switch()
+    assert sums(engine) == published(8, 2)
+    receiver.close()
 
 
 def test_one_instance_of_a_node_fetches_for_all(world: World) -> None:
