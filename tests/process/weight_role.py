@@ -20,7 +20,8 @@ import torch
 from psrl.protocol.weights import ShardLayout
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
-from psrl.weights.channel import nixl_publisher, tree
+from psrl.weights import broadcast
+from psrl.weights.channel import nixl_publisher
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.filesystem import FilesystemPublisher, FilesystemPuller
 from psrl.weights.channel.nixl_publisher import NixlPublisher
@@ -117,7 +118,7 @@ def publisher_main(channel: str, run_dir: str, rank: str, num_ranks: str, mib: s
 
 
 def reader_main(channel: str, run_dir: str, mib: str) -> None:
-    tree.PATIENCE_S = float(os.environ.get("TREE_PATIENCE_S", tree.PATIENCE_S))
+    broadcast.PATIENCE_S = float(os.environ.get("TREE_PATIENCE_S", broadcast.PATIENCE_S))
     puller = make_puller(channel, RunDir(Path(run_dir)), specs(int(mib)), int(os.environ.get("FANOUT", "0")))
     answer({"ready": True, "transport": puller.transport})
     for command in map(json.loads, sys.stdin):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psrl.weights.broadcast import FANOUT, TRAINERS, source_of
+from psrl.weights.broadcast import FANOUT, PATIENCE_S, TRAINERS, source_of, worth_waiting
 
 pytestmark = pytest.mark.unit
 
@@ -38,3 +38,16 @@ def test_the_tree_is_as_flat_as_it_can_be(nodes: int, levels: int) -> None:
     for number in range(nodes):
         depth[number] = depth[source_of(number)] + 1
     assert FANOUT == 3 and max(depth.values()) == levels
+
+
+@pytest.mark.parametrize(
+    ("now_s", "heard_s", "worth"),
+    [
+        (5.0, 5.0, True),
+        (5.0 + PATIENCE_S, 5.0, False),  # silent
+        (59.0, 58.9, True),
+        (60.0, 59.9, False),  # slow: half of 20 ... 100 is over
+    ],
+)
+def test_who_is_silent_or_slow_is_left_for_the_trainers(now_s: float, heard_s: float, worth: bool) -> None:
+    assert worth_waiting(now_s, 20.0, heard_s, 100.0) is worth

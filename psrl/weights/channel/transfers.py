@@ -29,7 +29,6 @@ SPIN_S = 0.005
 WINDOW_BYTES = {HOST: 64 * 2**20, VRAM: 4 * 2**30}
 """A read of host memory may run inside the call that posts it; one between GPUs is over in milliseconds."""
 SEGMENT_WINDOW_BYTES = 256 * 2**20
-INF = float("inf")
 
 
 class Transfers:
@@ -124,7 +123,7 @@ class Transfers:
             nixl.begin(there.source, there.grant, there.rank, [(0, slot[HEADER_BYTES:])])
             for there, slot in zip(found, slots, strict=True)
         ]
-        self._advance(reads, HOST, self._store.leave, check_time, INF if self._tree is None else self._tree.patience_s)
+        self._advance(reads, HOST, self._store.leave, check_time, self._tree.worth_waiting if self._tree else None)
         for want, there, slot, read in zip(wanted, found, slots, reads, strict=True):
             if read.header != want.header:
                 raise TransferError(
@@ -147,23 +146,23 @@ class Transfers:
         memory: str,
         lost: Callable[[], object],
         check_time: Callable[[str], None],
-        patience_s: float = INF,
+        worth_waiting: Callable[[float], bool] | None = None,
     ) -> None:
-        """Until all are done, TransferError if nothing arrives for `patience_s`. If they are given up, the buffer in `memory` that
-        reads may still write into is `lost`."""
+        """Until all are done. TransferError if it is not `worth_waiting` any more, which is told when something arrived last. If they
+        are given up, the buffer in `memory` that reads may still write into is `lost`."""
         running, arrived, begun_s = list(reads), 0, time.monotonic()
-        news_s = begun_s
+        heard_s = begun_s
         try:
             while running:
                 before = arrived
                 for read in running:
                     arrived += read.advance()
                 if arrived > before:
-                    news_s = time.monotonic()
+                    heard_s = time.monotonic()
                     self._tell(memory, arrived)
-                elif time.monotonic() - news_s >= patience_s:
-                    raise TransferError(f"nothing has arrived for {patience_s:g} s")
                 running = [read for read in running if not read.done]
+                if running and worth_waiting is not None and not worth_waiting(heard_s):
+                    raise TransferError(f"only {arrived} bytes have arrived in time")
                 if running:
                     check_time(f"weights stopped arriving after {arrived} bytes")
                 if running and arrived == before:

@@ -21,16 +21,13 @@ from psrl.rundir.endpoints import endpoint_of
 from psrl.rundir.keys import RunKeys
 from psrl.rundir.layout import RunDir
 from psrl.rundir.retry import UnreadableError
-from psrl.weights.broadcast import TRAINERS, source_of
+from psrl.weights.broadcast import TRAINERS, source_of, worth_waiting
 from psrl.weights.channel.base import PullError
 from psrl.weights.channel.nixl_agent import TransferError
 from psrl.weights.channel.nixl_source import Source
 from psrl.weights.channel.relay import Relay, relay_name
 from psrl.weights.channel.slot_header import SlotHeader
 from psrl.weights.channel.wanted import Wanted
-
-PATIENCE_S = 10.0
-"""A node that gives no sign of life, or from which nothing arrives, for so long is left for the trainers."""
 
 _LOOK_S = 5.0
 """Names on a shared filesystem may show late."""
@@ -47,7 +44,7 @@ class Tree:
         self._incarnation = -1
         self.taking_part = False
         """The present pull is the first one of its incarnation."""
-        self._deadline_s = 0.0
+        self._asked_s = self._deadline_s = 0.0
         self._relay: Relay | None = None
         self._source: Source | None = None
         self.source = TRAINERS
@@ -88,10 +85,10 @@ class Tree:
             granted.append(replace(want, source=source, grant=there))
         return granted
 
-    @property
-    def patience_s(self) -> float:
-        """Longest pause in what arrives from the present source."""
-        return float("inf") if self.source == TRAINERS else PATIENCE_S
+    def worth_waiting(self, heard_s: float) -> bool:
+        """Whether the present source may still take its time; something has come from it at `heard_s` (time.monotonic)."""
+        now_s = time.monotonic()
+        return self.source == TRAINERS or worth_waiting(now_s, self._asked_s, heard_s, self._deadline_s)
 
     def turn_to_trainers(self, cause: str) -> bool:
         """Another node has failed us: from now on the trainers are the source. False if they are already."""
@@ -119,10 +116,9 @@ class Tree:
         self._end_relay()
 
     def _ask(self, version: int, incarnation: int, check_time: Callable[[str], None]) -> tuple[Source, ReadGranted]:
-        """It may be about to fetch it, too; half of this pull's time is kept for the trainers."""
+        """It may be about to fetch it, too."""
         who = f"node {self.source} of the broadcast"
-        begun_s = time.monotonic()
-        until_s = begun_s + (self._deadline_s - begun_s) / 2
+        self._asked_s = time.monotonic()
         try:
             found = endpoint_of(self._run_dir, relay_name(version, incarnation), self.source, _LOOK_S)
         except UnreadableError as error:
@@ -137,7 +133,7 @@ class Tree:
                 raise TransferError(error.cause) from error
             if grant is not None:
                 return source, grant
-            if source.silent_s() >= PATIENCE_S or time.monotonic() >= until_s:
+            if not self.worth_waiting(time.monotonic() - source.silent_s()):
                 raise TransferError(f"{who} did not have the weights in time")
             wait([source.client], 0.05)
 
