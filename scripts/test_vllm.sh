@@ -8,4 +8,5 @@ export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1
 python=.venv-vllm/bin/python
 $python -c "import vllm"  # without it they would all be skipped
 # Starting an engine keeps one core busy for half a minute: a file on each.
-exec $python -m pytest -m vllm -n 2 --dist loadfile tests/process/test_engine_conformance.py tests/process/test_vllm_run.py "$@"
+exec $python -m pytest -m vllm -n 2 --dist loadfile \
+  tests/process/test_vllm_run.py tests/process/test_engine_conformance.py tests/process/test_session_engine.py "$@"
