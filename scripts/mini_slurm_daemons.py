@@ -18,6 +18,8 @@ PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"
 """Debian keeps daemons in sbin, which is not on every user's path."""
 KEEPER = (sys.executable, "-S", __file__)
 """Before a slurmd's command line: this file as a program, see keep_node."""
+OPTIONS = {"munged": "--socket={}/munge.socket", "slurmctld": "{}/slurm.conf", "slurmd": "{}/slurm.conf"}
+"""By which argument a daemon is known as one of the cluster in a directory."""
 
 
 class MiniSlurmError(Exception):
@@ -67,7 +69,14 @@ def keep_node(slurmd_command: list[str]) -> None:
     """Runs a slurmd and ends with it. What the node starts, daemons too, stays below this process (a subreaper), and ends last."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    slurmd = subprocess.Popen(slurmd_command, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    keeper = os.getpid()
+
+    def end_with_keeper() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:  # it was killed before it could be asked for
+            os._exit(1)
+
+    slurmd = subprocess.Popen(slurmd_command, preexec_fn=end_with_keeper)
     while os.wait()[0] != slurmd.pid:
         pass
     try:
@@ -76,6 +85,27 @@ def keep_node(slurmd_command: list[str]) -> None:
             os.wait()
     except ChildProcessError:
         return
+
+
+def daemons_of(directory: Path, program: str) -> list[int]:
+    """The living daemons of a cluster, keepers with their slurmd, by their command lines: pid files may be gone with the
+    directory, or never have been written."""
+    option, found = OPTIONS[program].format(directory), []
+    for process in Path("/proc").iterdir():
+        try:
+            argv = (process / "cmdline").read_text().split("\0") if process.name.isdigit() else []
+        except (OSError, UnicodeDecodeError):
+            continue
+        if option in argv and program in (Path(word).name for word in argv):
+            found.append(int(process.name))
+    return found
+
+
+def end_daemons(directory: Path, program: str) -> None:
+    """SIGKILL, each from the top down: nobody lives to report that a child was killed."""
+    kill_until_none(
+        lambda: [pid for daemon in daemons_of(directory, program) for pid in descendants(daemon) or [daemon]], program
+    )
 
 
 def left_behind(directory: Path) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from psrl.config.schema import Config
 from psrl.config.session_checks import check_sessions, session_warnings
 from psrl.config.sync_checks import check_sync, sync_warnings
 from psrl.config.validation_checks import check_validation
+from psrl.config.weight_checks import check_weights
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "psrl.ps_mode": ("auto", "nixl", "filesystem"),
@@ -145,6 +145,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     _check_combinations(config)
     check_sync(config)
     check_validation(config)
+    check_weights(config)
     redundancy = check_redundancy(config)
     check_backend(config, megatron_installed=only_planned or has_megatron())
     check_engine(config, vllm_installed=only_planned or has_vllm())
@@ -268,17 +269,4 @@ def _check_combinations(config: Config) -> None:
     if actor.optim.lr_scheduler_type == "cosine" and config.trainer.total_training_steps is None:
         raise ConfigError(
             "train_actor_rollout_ref.actor.optim.lr_scheduler_type=cosine needs the length of the run: set trainer.total_training_steps."
-        )
-    if p.weights.route != "auto" and p.ps_mode == "filesystem":
-        raise ConfigError(
-            f"psrl.weights.route={p.weights.route} has no meaning with psrl.ps_mode=filesystem: "
-            "leave it at auto, or set psrl.ps_mode=nixl."
-        )
-    if (
-        p.ps_mode == "nixl"
-        and importlib.util.find_spec("nixl_cu13") is None
-        and importlib.util.find_spec("nixl") is None
-    ):
-        raise ConfigError(
-            "psrl.ps_mode=nixl but the nixl package is not installed: `pip install nixl-cu13`, or psrl.ps_mode=filesystem."
         )

@@ -115,6 +115,8 @@ class PsrlConfig:
     """Samples a prompt group."""
     ps_mode: str = "auto"
     """auto: nixl where it loads, else filesystem with a warning | nixl (refused where it does not load) | filesystem."""
+    broadcast_init: bool = False
+    """Nodes that have the first weights of a run pass them on to others, in a tree, instead of all reading from the trainers. With ps_mode=nixl and several rollout nodes; costs host memory for one more copy where weights would go from GPU to GPU."""
     max_group_retries: int = 1
     """How often a group is tried again after a failed or timed-out reward, then its prompt is dropped and replaced."""
     colocate: bool = False

@@ -55,6 +55,13 @@ def latest_endpoint(run_dir: RunDir, name: str, deadline_s: float = 0.0) -> tupl
     return None
 
 
+def endpoint_of(run_dir: RunDir, name: str, generation: int, deadline_s: float = 0.0) -> Endpoint:
+    """What was published as this generation of `name`. Raises UnreadableError if it cannot be read within `deadline_s`."""
+    return msgspec.json.decode(
+        read_published(run_dir.rendezvous / _file_name(name, generation), deadline_s), type=Endpoint
+    )
+
+
 def _generations(run_dir: RunDir, name: str) -> list[int]:
     return _matching((entry.name for entry in run_dir.rendezvous.iterdir()), name)
 

@@ -67,9 +67,12 @@ def settle_mode(config: Config, run_dir: RunDir) -> str:
     if not note.exists():
         missing = None if config.psrl.ps_mode == "filesystem" else nixl_available()
         try:
-            publish(note, choose_mode(config.psrl.ps_mode, missing).encode())
+            mode = choose_mode(config.psrl.ps_mode, missing)
         except RuntimeError as error:
             raise ConfigError(f"{error}.") from error
+        if config.psrl.broadcast_init and mode == "filesystem":
+            log.warning("psrl.broadcast_init does nothing: every instance reads the weights from files")
+        publish(note, mode.encode())
     return settled_mode(run_dir)
 
 

@@ -63,6 +63,7 @@ class WeightReceiver:
         device: torch.device | str,
         address: str = "127.0.0.1",
         route: str = "auto",
+        fanout: int = 0,
         fused: bool = False,
         ways: int = 1,
         num_kv_heads: int = 1,
@@ -74,7 +75,9 @@ class WeightReceiver:
             for name, each in tensors.items()
         }
         place = fused_place(Split(ways, num_kv_heads), rank) if fused else same_place
-        self._puller = NixlPuller(RunDir(Path(run_dir)), specs, place, device=device, address=address, route=route)
+        self._puller = NixlPuller(
+            RunDir(Path(run_dir)), specs, place, device=device, address=address, route=route, fanout=fanout
+        )
         self._pull: BackgroundPull | None = None
         self._staged: StagedWeights | None = None
         self._copies: Copies | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from runs import NewRun, Run
+from weight_world import World
 
 
 @pytest.fixture
@@ -22,3 +23,11 @@ def new_run(tiny_model: Path, tmp_path: Path) -> Iterator[NewRun]:
     yield make
     for run in runs:
         run.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A run directory, and processes around it that end with the test."""
+    made = World(tmp_path / "run")
+    yield made
+    made.close()

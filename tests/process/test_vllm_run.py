@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import time
+from collections.abc import Collection
+from contextlib import suppress
 
 import msgspec
 import psutil
@@ -38,7 +39,6 @@ VLLM: dict[str, object] = {
     "psrl.staleness": 1,
     "trainer.keep_samples": "True",
 }
-GONE_S = 5.0
 
 
 def sealed(run: Run) -> list[Group]:
@@ -49,16 +49,27 @@ def sealed(run: Run) -> list[Group]:
     ]
 
 
-def core_of(run: Run) -> psutil.Process:
-    """The engine core of instance-0, once samples are being made."""
+def engine_of(run: Run, besides: Collection[psutil.Process] = ()) -> tuple[psutil.Process, psutil.Process]:
+    """The engine core of instance-0, another one than those that are gone, and its worker; samples are being made."""
+
+    def named(parent: psutil.Process, word: str) -> list[psutil.Process]:
+        return [child for child in parent.children() if word in " ".join(child.cmdline()) and child not in besides]
+
+    def found() -> tuple[psutil.Process, psutil.Process] | None:
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            instance = run.find("instance-0")
+            for core in named(instance, "EngineCore") if instance else []:
+                for worker in named(core, "Worker"):
+                    return core, worker
+        return None
+
+    engine = run.until(found, "the engine core and its worker were there")
     run.until(lambda: run.open_groups(), "groups were in the making")
+    return engine
 
-    def found() -> psutil.Process | None:
-        instance = run.find("instance-0")
-        below = [] if instance is None else instance.children()
-        return next((child for child in below if "EngineCore" in " ".join(child.cmdline())), None)
 
-    return run.until(found, "the engine core was there")
+def all_gone(processes: Collection[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 def test_weights_are_switched_in_mid_generation_and_log_probs_agree(new_run: NewRun) -> None:
@@ -76,21 +87,29 @@ def test_weights_are_switched_in_mid_generation_and_log_probs_agree(new_run: New
     run.nothing_left()
 
 
-def test_a_killed_core_ends_its_instance_and_a_killed_instance_its_core(new_run: NewRun) -> None:
-    run = new_run({**VLLM, "psrl.fault_tolerance.max_restarts": 2, "trainer.total_training_steps": 40})
+def test_killed_workers_and_cores_end_their_instance_and_a_killed_instance_ends_them(new_run: NewRun) -> None:
+    run = new_run(
+        {
+            **VLLM,
+            "+gen_actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "mp",
+            "psrl.fault_tolerance.max_restarts": 3,
+            "trainer.total_training_steps": 40,
+        }
+    )
     run.start()
-    core = core_of(run)
+    core, worker = engine_of(run)
+    gone = [core, worker]
+    worker.kill()
+    run.until(lambda: "vLLM's engine core" in run.log("instance-0"), "the instance said why it ends")
+    run.until(run.steps_from_now(1), "the run went on with another one")
+    core, worker = engine_of(run, besides=gone)
+    gone += [core, worker]
     core.kill()
     run.until(lambda: "ended by signal SIGKILL" in run.log("instance-0"), "the instance said why it ends")
-    run.until(run.steps_from_now(1), "the run went on with another one")
-    core = core_of(run)
-    below = [core, *core.children(recursive=True)]
+    core, worker = engine_of(run, besides=gone)
+    gone += [core, worker, *core.children(recursive=True)]
     run.kill("instance-0")
-    deadline = time.monotonic() + GONE_S
-    while left := [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
-    run.until(run.steps_from_now(1), "the run went on again")
+    run.until(lambda: all_gone(gone), "nothing was left of the three engines")
     run.interrupt()
     assert run.wait() == 130, run.story()
     assert run.audit().findings == []

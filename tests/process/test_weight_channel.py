@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from weight_role import differing, make_publisher, make_puller, shards, specs
+from weight_role import differing, make_publisher, make_puller, shards, specs, whole
+from weight_world import DEADLINE_S, World, publish, soon
 
 from psrl.config.schema import Config
 from psrl.protocol.weights import SharedSlot
 from psrl.role import Role
-from psrl.rundir.keys import create_keys
-from psrl.rundir.layout import RunDir
-from psrl.rundir.node_local import node_store_path
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights import node_store
 from psrl.weights.channel import make_publisher as publisher_of_role
@@ -31,8 +25,9 @@ from psrl.weights.channel import mapped_reads, nixl_available
 from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.nixl_publisher import NixlPublisher
+from psrl.weights.checksum import checksum
 from psrl.weights.mode import settle_mode
-from psrl.weights.receiver import Pulled, WeightReceiver
+from psrl.weights.receiver import Pulled, PullFailed, WeightReceiver
 from psrl.weights.split import Split
 
 pytestmark = [
@@ -40,103 +35,7 @@ pytestmark = [
     pytest.mark.skipif(nixl_available() is not None, reason=f"nixl: {nixl_available()}"),
 ]
 
-ROLE = Path(__file__).with_name("weight_role.py")
-DEADLINE_S = 60.0
 CHANNELS = ["shm", "filesystem"]
-
-
-class Process:
-    """A child that speaks JSON lines; every answer has a deadline."""
-
-    def __init__(self, *args: object, **env: str) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, str(ROLE), *map(str, args)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env={**os.environ, "PYTHONPATH": str(ROLE.parents[2]), **env},
-        )  # fmt: skip
-        self._rest = b""
-
-    @property
-    def pid(self) -> int:
-        return self.child.pid
-
-    def say(self, **command: object) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps(command).encode() + b"\n")
-
-    def hear(self) -> dict:
-        """The next answer; lines that libraries print are passed over."""
-        assert self.child.stdout is not None
-        end = time.monotonic() + DEADLINE_S
-        while True:
-            line, found, rest = self._rest.partition(b"\n")
-            if found:
-                self._rest = rest
-                if line.startswith(b"#"):
-                    return json.loads(line[1:])
-                continue
-            if not select.select([self.child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise TimeoutError(f"{self.child.args} did not answer within {DEADLINE_S} s")
-            data = os.read(self.child.stdout.fileno(), 65536)
-            if not data:
-                raise EOFError(f"{self.child.args} ended with {self.child.wait(10)}")
-            self._rest += data
-
-    def ask(self, **command: object) -> dict:
-        self.say(**command)
-        return self.hear()
-
-    def kill(self) -> None:
-        self.child.kill()
-        self.child.wait(10)
-
-
-class World:
-    """A run directory and the processes around it."""
-
-    def __init__(self, path: Path) -> None:
-        self.run_dir = RunDir(path)
-        self.run_dir.create()
-        create_keys(self.run_dir)
-        self.processes: list[Process] = []
-
-    def publishers(self, channel: str, num_ranks: int, mib: int = 1, **env: str) -> list[Process]:
-        started = [
-            Process("publisher", channel, self.run_dir.path, rank, num_ranks, mib, **env) for rank in range(num_ranks)
-        ]
-        self.processes += started
-        for process in started:
-            assert process.hear()["ready"]
-        return started
-
-    def reader(self, channel: str, mib: int = 1, **env: str) -> Process:
-        process = Process("reader", channel, self.run_dir.path, mib, **env)
-        self.processes.append(process)
-        assert process.hear()["ready"]
-        return process
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        node_store_path(self.run_dir.path).unlink(missing_ok=True)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    yield made
-    made.close()
-
-
-def publish(publishers: list[Process], version: int, incarnation: int = 0) -> None:
-    for process in publishers:
-        process.say(publish=[version, incarnation])
-    for process in publishers:
-        process.hear()
-
-
-def soon(seconds: float = DEADLINE_S) -> float:
-    return time.monotonic() + seconds
 
 
 @pytest.mark.parametrize(
@@ -549,6 +448,56 @@ def test_each_engine_rank_receives_its_part_and_only_the_switch_changes_its_tens
         receiver.close()
     for publisher in publishers:
         publisher.close()
+
+
+def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: checksum(tensor.reshape(-1).view(torch.uint8)) for name, tensor in tensors.items()}
+
+
+def published(mib: int, version: int) -> dict[str, int]:
+    return sums({name: tensor.to(specs(mib)[name][1]) for name, tensor in whole(mib, version).items()})
+
+
+@pytest.mark.parametrize("route", ["shm", "nixl"])
+def test_an_engine_never_holds_torn_weights_when_its_trainers_are_killed_in_mid_pull(world: World, route: str) -> None:
+    publishers = world.publishers(route, 2, mib=8)
+    publish(publishers, 0)
+    engine = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in specs(8).items()}
+    receiver = WeightReceiver(world.run_dir.path, engine, device="cpu", route=route)
+    receiver._puller._transfers._window_bytes = 2**20
+
+    def pull(version: int, incarnation: int) -> Pulled | PullFailed:
+        before, outcome, end = sums(engine), None, soon()
+        receiver.start(version, incarnation, DEADLINE_S)
+        while outcome is None and time.monotonic() < end:
+            outcome = receiver.poll()
+            assert sums(engine) == before, "the engine decodes with these"
+        assert outcome is not None
+        return outcome
+
+    assert isinstance(pull(0, 0), Pulled)
+    receiver.switch()
+    assert sums(engine) == published(8, 0)
+
+    publish(publishers, 1)
+    receiver._puller.on_progress = lambda _arrived: [publisher.kill() for publisher in publishers]
+    outcome = pull(1, 0)
+    if route == "shm":  # what was whole stays readable for those that have it mapped
+        assert isinstance(outcome, Pulled)
+        receiver.switch()
+        assert sums(engine) == published(8, 1)
+    else:
+        assert isinstance(outcome, PullFailed) and outcome.retryable
+        with pytest.raises(RuntimeError, match="no weights have arrived"):
+            receiver.switch()
+        assert sums(engine) == published(8, 0)
+
+    receiver._puller.on_progress = None
+    publish(world.publishers(route, 2, mib=8), 2, incarnation=1)
+    assert isinstance(pull(2, 1), Pulled)
+    receiver.switch()
+    assert sums(engine) == published(8, 2)
+    receiver.close()
 
 
 def test_one_instance_of_a_node_fetches_for_all(world: World) -> None:

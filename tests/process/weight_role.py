@@ -20,6 +20,7 @@ import torch
 from psrl.protocol.weights import ShardLayout
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
+from psrl.weights import broadcast
 from psrl.weights.channel import nixl_publisher
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.filesystem import FilesystemPublisher, FilesystemPuller
@@ -79,9 +80,9 @@ def make_publisher(channel: str, run_dir: RunDir, rank: int, num_ranks: int) -> 
     return FilesystemPublisher(run_dir, rank, num_ranks, torch.bfloat16)
 
 
-def make_puller(channel: str, run_dir: RunDir, expected: Specs) -> NixlPuller | FilesystemPuller:
+def make_puller(channel: str, run_dir: RunDir, expected: Specs, fanout: int = 0) -> NixlPuller | FilesystemPuller:
     if channel != "filesystem":
-        return NixlPuller(run_dir, expected, route=channel, window_bytes=2**20)
+        return NixlPuller(run_dir, expected, route=channel, window_bytes=2**20, fanout=fanout)
     return FilesystemPuller(run_dir, expected)
 
 
@@ -117,7 +118,8 @@ def publisher_main(channel: str, run_dir: str, rank: str, num_ranks: str, mib: s
 
 
 def reader_main(channel: str, run_dir: str, mib: str) -> None:
-    puller = make_puller(channel, RunDir(Path(run_dir)), specs(int(mib)))
+    broadcast.PATIENCE_S = float(os.environ.get("TREE_PATIENCE_S", broadcast.PATIENCE_S))
+    puller = make_puller(channel, RunDir(Path(run_dir)), specs(int(mib)), int(os.environ.get("FANOUT", "0")))
     answer({"ready": True, "transport": puller.transport})
     for command in map(json.loads, sys.stdin):
         version, incarnation, seconds = command["pull"]
@@ -126,13 +128,19 @@ def reader_main(channel: str, run_dir: str, mib: str) -> None:
             puller.on_progress = None
             if "stop" in command:
                 os.kill(command["stop"], signal.SIGSTOP)
+            if "kill" in command:
+                os.kill(command["kill"], signal.SIGKILL)
             if "announce" in command:
                 answer({"started": True})
 
         puller.on_progress = on_progress
         try:
             staged = puller.pull(version, incarnation, time.monotonic() + seconds)
-            answer({"differing": differing(staged, int(mib), version), "hanging": getattr(puller, "hanging", 0)})
+            answer({
+                "differing": differing(staged, int(mib), version),
+                "hanging": getattr(puller, "hanging", 0),
+                "source": getattr(puller, "source", None),
+            })  # fmt: skip
         except PullError as error:
             answer({"error": error.cause, "retryable": error.retryable, "hanging": getattr(puller, "hanging", 0)})
     puller.close()

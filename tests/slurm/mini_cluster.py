@@ -109,27 +109,36 @@ class MiniSlurm:
         return found
 
 
+GUARD = """
+trap '' PIPE
+python=$1 script=$2 dir=$3; shift 3
+"$python" "$script" up --dir "$dir" "$@" >/dev/null; echo $?
+read -r _
+exec "$python" "$script" down --dir "$dir"
+"""
+"""Whenever the test session is killed, `down` comes after `up`. Nobody may listen any more: SIGPIPE would end it before."""
+
+
 @contextmanager
 def mini_cluster(outputs: Path, *up: str) -> Iterator[MiniSlurm]:
-    """A cluster in a directory of its own. A guard in its own session ends it, also when this process is killed."""
+    """A cluster in a directory of its own. A guard in its own session starts and ends it, also when this process is killed."""
     directory = Path(tempfile.mkdtemp(prefix="psrl-slurm-", dir="/tmp"))
-    cluster = MiniSlurm(directory, outputs)
-    down = [sys.executable, str(SCRIPT), "down", "--dir", str(directory)]
-    guard = subprocess.Popen(
-        ["sh", "-c", 'read -r _; exec "$@"', "guard", *down],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        started = subprocess.run(
-            [sys.executable, SCRIPT, "up", "--dir", directory, *up], capture_output=True, text=True, timeout=600
+    with tempfile.TemporaryFile("w+") as told:
+        guard = subprocess.Popen(
+            ["sh", "-c", GUARD, "guard", sys.executable, str(SCRIPT), str(directory), *up],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=told,
+            start_new_session=True,
         )
-        if started.returncode:
-            pytest.fail(started.stderr, pytrace=False)
-        yield cluster
-    finally:
-        guard.communicate(b"\n", timeout=120)
-        assert guard.returncode == 0, f"the cluster did not end: {' '.join(down)} tells why"
-        shutil.rmtree(directory, ignore_errors=True)
+        assert guard.stdout is not None
+        try:
+            if started := guard.stdout.readline() == b"0\n":  # `up` has its deadlines
+                yield MiniSlurm(directory, outputs)
+        finally:
+            guard.communicate(b"\n", timeout=120)
+            told.seek(0)
+            assert guard.returncode == 0, f"the cluster in {directory} did not end: {told.read()}"
+            shutil.rmtree(directory, ignore_errors=True)
+        if not started:
+            pytest.fail(told.read(), pytrace=False)

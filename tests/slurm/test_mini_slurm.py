@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import signal
+import fcntl
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -94,6 +98,17 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
+def commands_of(directory: Path) -> set[str]:
+    """What scripts/mini_slurm.py does about a cluster at the moment, and "guard" for who waits to do something."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            argv = process.cmdline()
+            if str(directory) in argv and str(SCRIPT) in argv:
+                found.add(argv[2] if argv[1] == str(SCRIPT) else "guard")
+    return found
+
+
 # ---- up, down, status ------------------------------------------------------------------------------------------------
 
 
@@ -140,6 +155,14 @@ def test_down_ends_what_a_node_without_its_daemons_left_behind(tmp_path: Path) -
         assert not is_alive(child) and not processes_of(cluster.dir)
 
 
+def test_down_ends_a_cluster_whose_files_are_gone(tmp_path: Path) -> None:
+    with mini_cluster(tmp_path, "--nodes", "2") as cluster:
+        shutil.rmtree(cluster.dir)
+        assert processes_of(cluster.dir)
+        cluster.script("down")
+        assert not processes_of(cluster.dir)
+
+
 def test_a_directory_with_other_files_is_left_alone(slurm: MiniSlurm) -> None:
     directory = slurm.outputs / "mine"
     directory.mkdir()
@@ -149,22 +172,50 @@ def test_a_directory_with_other_files_is_left_alone(slurm: MiniSlurm) -> None:
     assert (directory / "state").read_text() == "dear"
 
 
-def test_the_cluster_ends_with_a_killed_test_session(tmp_path: Path) -> None:
-    session = """
+SESSION = """
 import pathlib, sys, time
-from mini_cluster import mini_cluster
-with mini_cluster(pathlib.Path(sys.argv[1]), "--nodes", "2") as cluster:
-    print(cluster.dir, flush=True)
+import mini_cluster as cluster_for_tests
+cluster_for_tests.tempfile.mkdtemp = lambda prefix, dir: (pathlib.Path(sys.argv[2]).mkdir(), sys.argv[2])[1]
+with cluster_for_tests.mini_cluster(pathlib.Path(sys.argv[1]), "--nodes", "2") as cluster:
+    print("up", flush=True)
     time.sleep(600)
 """
-    argv = [sys.executable, "-c", session, str(tmp_path)]
+"""A test session whose cluster has its files where it is told to."""
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-c", SESSION, tmp_path, directory_of(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent) as process:
-        assert process.stdout is not None
-        directory = Path(process.stdout.readline().strip())
-        assert processes_of(directory)
-        process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not directory.exists(), 30, "its guard has ended the cluster")
+        yield process
+        process.kill()
+
+
+def directory_of(tmp_path: Path) -> Path:
+    return Path("/tmp") / f"psrl-slurm-{hashlib.sha256(bytes(tmp_path)).hexdigest()[:8]}"
+
+
+def test_the_cluster_ends_with_a_killed_test_session(session: subprocess.Popen[str], tmp_path: Path) -> None:
+    directory = directory_of(tmp_path)
+    assert session.stdout is not None and session.stdout.readline() == "up\n"
+    assert processes_of(directory)
+    session.kill()
+    wait_until(lambda: not directory.exists(), 60, "its guard has ended the cluster")
     assert not processes_of(directory)
+
+
+def test_a_session_killed_while_its_cluster_waits_to_start_leaves_none(
+    session: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    directory = directory_of(tmp_path)
+    with Path(f"/tmp/psrl-mini-slurm-{os.getuid()}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_until(lambda: "up" in commands_of(directory), 60, "`up` waits for the lock")
+        session.kill()
+        session.wait()
+        time.sleep(0.5)  # whoever reacts to the kill does so now, while nobody has the lock
+    wait_until(lambda: not commands_of(directory), 60, "`up` and `down` have ended")
+    assert not processes_of(directory) and not directory.exists()
 
 
 # ---- what Slurm does -------------------------------------------------------------------------------------------------

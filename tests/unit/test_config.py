@@ -35,6 +35,8 @@ def composed(*overrides: str):
         (["psrl.ps_mode=rdma"], ["psrl.ps_mode=rdma", "nixl", "filesystem"]),
         (["psrl.weights.route=rdma"], ["psrl.weights.route=rdma", "auto", "vram", "shm", "nixl"]),
         (["psrl.weights.route=shm", "psrl.ps_mode=filesystem"], ["psrl.weights.route=shm", "psrl.ps_mode=nixl"]),
+        (["psrl.broadcast_init=True", "psrl.ps_mode=filesystem"], ["psrl.broadcast_init=True", "psrl.ps_mode=nixl"]),
+        (["psrl.broadcast_init=True", "psrl.weights.route=shm"], ["psrl.broadcast_init=True", "route=auto or nixl"]),
         (["psrl.rollout_coordination.routing_strategy.method=best"], ["routing_strategy.method=best", "request_num_balance"]),
         (["train_actor_rollout_ref.actor.strategy=deepspeed"], ["actor.strategy=deepspeed", "fsdp2"]),
         (["train_actor_rollout_ref.actor.ppo_mini_batch_size=5"], ["ppo_mini_batch_size=5", "psrl.staleness_buffer_entries=32", "divisor"]),

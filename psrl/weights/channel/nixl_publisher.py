@@ -7,24 +7,21 @@ Without readers it sleeps. It never touches the slots' payload; `publish` alone 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterable
 
 import torch
 
-from psrl.net.server import Server
-from psrl.net.waiting import Wakeup, wait
-from psrl.protocol.weights import CloseRead, Location, OpenRead, ReadGranted, ReadRefused, ShardLayout, ToPublisher
-from psrl.rundir.endpoints import Endpoint, publish_next_endpoint
+from psrl.protocol.weights import Location, OpenRead, ReadGranted, ReadRefused, ShardLayout
+from psrl.rundir.endpoints import publish_next_endpoint
 from psrl.rundir.keys import load_keys
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import Publication
 from psrl.weights.channel.nixl_agent import TransferAgent, TransferError, device_index, prepare_environment
+from psrl.weights.channel.serving import Serving, lease_end_s
 from psrl.weights.channel.slots import Mirror, Slots
 from psrl.weights.location import locate
 from psrl.weights.pack import lay_out, pack
@@ -32,9 +29,6 @@ from psrl.weights.route import VRAM, RouteError, choose_route
 from psrl.weights.split import Split
 from psrl.weights.store import Slot, SlotState, SlotTable, VersionNotHeldError
 
-PROGRESS_S = 0.0003
-"""Pause between two rounds of progress while somebody reads; a socket transport stalls if it is much longer."""
-LONGEST_LEASE_S = 600.0
 CLOSE_GRACE_S = 2.0
 
 log = logging.getLogger(__name__)
@@ -77,19 +71,14 @@ class NixlPublisher:
         self._layout: ShardLayout | None = None
         self._advertised = -1
         self._agents: dict[str, tuple[TransferAgent, bytes]] = {}
-        self._server: Server | None = None
-        self._thread: threading.Thread | None = None
-        self._wakeup = Wakeup()
-        self._stopping = False
-        self._failure: Exception | None = None
+        self._serving: Serving | None = None
         self.peak_readers = 0
         """Most instances that read at the same moment so far."""
 
     def serve(self) -> None:
         keys, name = load_keys(self._run_dir), endpoint_name(self._rank)
-        self._server = Server(keys, self._address, ToPublisher, name=name, peers=self._peers)
-        self._thread = threading.Thread(target=self._run, name="weight-publisher", daemon=True)
-        self._thread.start()
+        self._serving = Serving(keys, self._address, self, name=name, peers=self._peers)
+        self._serving.start()
 
     def publish(self, version: int, incarnation: int, shards: Iterable[WeightShard]) -> Publication:
         given = list(shards)
@@ -120,16 +109,11 @@ class NixlPublisher:
         return Publication(self._layout.nbytes, time.monotonic() - begun_s - waited_s, waited_s, revoked)
 
     def close(self) -> None:
-        if self._thread is not None:
+        if self._serving is not None:
             with self._changed:
                 self._changed.wait_for(lambda: self._table.num_readers() == 0, CLOSE_GRACE_S)
-            self._stopping = True
-            self._wakeup.set()
-            self._thread.join()
-            self._thread = None
-        if self._server is not None:
-            self._server.close(0.0)
-            self._server = None
+            self._serving.stop()
+            self._serving = None
         homes = [slots for slots in (self._home, self._mirror.slots if self._mirror else None) if slots is not None]
         if self._table.num_readers():
             for agent, _ in self._agents.values():
@@ -155,53 +139,31 @@ class NixlPublisher:
             self._mirror.slots.put_header(slot)  # who still reads the copy of the version before shall notice
 
     def _advertise(self, incarnation: int) -> None:
-        assert self._server is not None
-        here = Endpoint(address=self._server.endpoint, node=socket.gethostname(), pid=os.getpid())
-        publish_next_endpoint(self._run_dir, endpoint_name(self._rank), here)
+        assert self._serving is not None
+        publish_next_endpoint(self._run_dir, endpoint_name(self._rank), self._serving.endpoint())
         self._advertised = incarnation
 
     def _check_serving(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError(
-                f"weights of rank {self._rank} are not served: {self._failure or 'serve() was not called'}"
-            )
+        if self._serving is None or not self._serving.alive:
+            cause = "serve() was not called" if self._serving is None else self._serving.failure
+            raise RuntimeError(f"weights of rank {self._rank} are not served: {cause}")
 
-    # ---- the serving thread ----------------------------------------------------------------------------------
+    # ---- the serving thread: see Holder ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._round()
-        except Exception as error:  # told to the trainer at its next publish
-            self._failure = error
-            log.exception("serving weights failed")
+    def num_readers(self) -> int:
+        return self._table.num_readers()
 
-    def _round(self) -> None:
-        assert self._server is not None
-        reading = self._table.num_readers() > 0
-        if reading:
-            for agent, _ in self._agents.values():
-                agent.progress()
-            time.sleep(PROGRESS_S)
-        else:
-            wait([self._server, self._wakeup], 60.0)
-            self._wakeup.clear()
-        for peer, message in self._server.poll(0.0):
-            if isinstance(message, OpenRead):
-                self._server.send(peer, self._open(peer, message))
-            elif isinstance(message, CloseRead):
-                self._leave(peer.hex())
-        for peer in self._server.lost_peers():
-            self._leave(peer.hex())
-        if reading:
-            self._expire()
+    def progress(self) -> None:
+        for agent, _ in self._agents.values():
+            agent.progress()
 
-    def _open(self, peer: bytes, request: OpenRead) -> ReadGranted | ReadRefused:
-        lease_end_s = time.monotonic() + min(max(request.lease_s, 0.0), LONGEST_LEASE_S)
-        reader = peer.hex()
+    def late(self) -> Iterable[tuple[str, ReadGranted | ReadRefused]]:
+        return ()
+
+    def open(self, reader: str, request: OpenRead) -> ReadGranted | ReadRefused:
         with self._changed:
             try:
-                slot = self._table.open(request.version, request.incarnation, reader, lease_end_s)
+                slot = self._table.open(request.version, request.incarnation, reader, lease_end_s(request))
             except VersionNotHeldError as error:
                 return ReadRefused(read=request.read, cause=str(error))
             self.peak_readers = max(self.peak_readers, self._table.num_readers())
@@ -212,7 +174,7 @@ class NixlPublisher:
             slots = self._held_in(route.memory, slot, sequence)
             agent, metadata = self._agent_of(slots) if route.name != "shm" else ("", b"")
         except (RouteError, VersionNotHeldError, TransferError, OSError) as error:
-            self._leave(reader)
+            self.leave(reader)
             return ReadRefused(read=request.read, cause=str(error), final=isinstance(error, RouteError))
         memory = slots.slot(slot.index)
         return ReadGranted(
@@ -259,12 +221,12 @@ class NixlPublisher:
         agent, metadata = self._agents[slots.memory]
         return agent.name, metadata
 
-    def _leave(self, reader: str) -> None:
+    def leave(self, reader: str) -> None:
         with self._changed:
             self._table.close(reader)
             self._changed.notify_all()
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         with self._changed:
             gone = self._table.expire(time.monotonic())
             if gone:

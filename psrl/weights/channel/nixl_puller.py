@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from psrl.net.waiting import wait
-from psrl.protocol.weights import ReadGranted
+from psrl.protocol.weights import Location, ReadGranted
 from psrl.rundir.keys import load_keys
 from psrl.rundir.layout import RunDir
 from psrl.rundir.node_local import node_store_path
+from psrl.weights.broadcast import TRAINERS
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.mapped_reads import SegmentError
 from psrl.weights.channel.nixl_agent import TransferError, prepare_environment
 from psrl.weights.channel.nixl_source import Source
 from psrl.weights.channel.slot_header import HEADER_BYTES, SlotHeader
-from psrl.weights.channel.transfers import Transfers, Wanted
+from psrl.weights.channel.transfers import Transfers
+from psrl.weights.channel.tree import Tree
+from psrl.weights.channel.wanted import Wanted
 from psrl.weights.checksum import fold
 from psrl.weights.location import locate
 from psrl.weights.node_store import NodeStore
@@ -38,7 +41,9 @@ log = logging.getLogger(__name__)
 
 class NixlPuller:
     """See WeightPuller. `device`: of the arrival buffer, best that of the engine's weights. `address` is this host's address
-    of the network that weights travel on; `route` as in `weights.route`; `window_bytes` null: as fits the route."""
+    of the network that weights travel on; `route` as in `weights.route`; `window_bytes` null: as fits the route. `fanout`: nodes that
+    read the first version from one source (`weights.broadcast`), 0 if all read from the trainers.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class NixlPuller:
         address: str = "127.0.0.1",
         route: str = "auto",
         window_bytes: int | None = None,
+        fanout: int = 0,
     ) -> None:
         self._over_nixl = prepare_environment(address)
         self.transport = f"by route {route}"
@@ -58,7 +64,8 @@ class NixlPuller:
         on_gpu = self._staging.device.type == "cuda"
         self._location, self._route = locate(self._staging.device), route
         store = NodeStore(node_store_path(run_dir.path), registered=on_gpu)
-        self._transfers = Transfers(self._staging, store, window_bytes)
+        self._tree = Tree(run_dir, self._keys, address, self._location, fanout) if fanout else None
+        self._transfers = Transfers(self._staging, store, window_bytes, self._tree)
         self._sources: list[Source] = []
         self._cancelled = threading.Event()
         self._stream = torch.cuda.Stream(self._staging.device) if on_gpu else None
@@ -76,6 +83,8 @@ class NixlPuller:
         with self._on_device():
             self._staging.discard()
             self._free_stuck()
+            if self._tree is not None:
+                self._tree.begin(version, incarnation, deadline_s)
             try:
                 wanted = self._meet(version, incarnation, deadline_s)
                 begun_s = time.monotonic()
@@ -86,11 +95,18 @@ class NixlPuller:
             except (TransferError, OSError) as error:
                 raise PullError(f"transfer of version {version} failed: {error}") from error
             finally:
+                if self._tree is not None and not whole:
+                    self._tree.failed(f"version {version} did not arrive here")
                 for source in self._sources:
                     source.close(keep=whole)
         staged = self._staging.hand_out(version, incarnation, self.transport)
         staged.transfer_s = transfer_s
         return staged
+
+    @property
+    def source(self) -> int:
+        """Number of the node that has passed the latest version on to this one, or TRAINERS."""
+        return TRAINERS if self._tree is None else self._tree.source
 
     @property
     def hanging(self) -> int:
@@ -135,7 +151,10 @@ class NixlPuller:
 
     def _grants(self, version: int, incarnation: int, deadline_s: float, route: str) -> list[Wanted]:
         """Ask rank 0, learn from it how many ranks there are, ask the others; plan for their layouts."""
-        question = version, incarnation, deadline_s, route
+        # What goes along the tree goes through host memory: a device holds only what its own engine needs.
+        by_tree = self._tree is not None and self._tree.taking_part
+        location = Location(self._location.host) if by_tree else self._location
+        question = version, incarnation, deadline_s, location, route
         grants = self._ask(self._sources[:1] or [self._source(0)], *question)
         num_ranks = self._sources[0].learn(grants[0]).num_ranks
         for source in self._sources[num_ranks:]:
@@ -143,7 +162,7 @@ class NixlPuller:
         del self._sources[num_ranks:]
         grants += self._ask([self._source(rank) for rank in range(1, num_ranks)], *question)
         wanted = [
-            Wanted(source, grant, SlotHeader(
+            Wanted(source.rank, source, grant, SlotHeader(
                 version=version, incarnation=incarnation, sequence=grant.sequence, checksum=fold(grant.checksums)
             ))
             for source, grant in zip(self._sources, grants, strict=True)
@@ -154,14 +173,20 @@ class NixlPuller:
 
     def _source(self, rank: int) -> Source:
         if rank == len(self._sources):
-            self._sources.append(Source(self._run_dir, self._keys, rank, self._location))
+            self._sources.append(Source(self._run_dir, self._keys, rank))
         return self._sources[rank]
 
     def _ask(
-        self, sources: Sequence[Source], version: int, incarnation: int, deadline_s: float, route: str
+        self,
+        sources: Sequence[Source],
+        version: int,
+        incarnation: int,
+        deadline_s: float,
+        location: Location,
+        route: str,
     ) -> list[ReadGranted]:
         for source in sources:
-            source.open(version, incarnation, deadline_s, route)
+            source.open(version, incarnation, deadline_s, location, route)
         grants: dict[int, ReadGranted] = {}
         while waiting := [source for source in sources if source.rank not in grants]:
             for source in waiting:

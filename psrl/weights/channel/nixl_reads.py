@@ -59,14 +59,16 @@ class NixlReads:
         registered = [self._agent.register(each) for each in (buffer, headers) if each.nbytes]
         self._memory = _Memory(buffer, headers, registered)
 
-    def begin(self, source: Source, grant: ReadGranted, moves: Sequence[tuple[int, torch.Tensor]]) -> NixlRead:
-        """Read from bytes of the granted payload into parts of the buffer; starts with the first `advance`. Meets the
-        publisher's agent if it is new."""
+    def begin(
+        self, source: Source, grant: ReadGranted, rank: int, moves: Sequence[tuple[int, torch.Tensor]]
+    ) -> NixlRead:
+        """Read from bytes of the payload of `rank` that was granted into parts of the buffer; starts with the first `advance`.
+        Meets the source's agent if it is new."""
         assert self._memory is not None
         if grant.metadata:
             self.part(source)
             source.met, source.lost = self._agent.add_peer(grant.metadata), False
-        header = self._memory.headers[source.rank * HEADER_BYTES :][:HEADER_BYTES]
+        header = self._memory.headers[rank * HEADER_BYTES :][:HEADER_BYTES]
         cut = [
             (grant.address + HEADER_BYTES + start + offset, into[offset : offset + nbytes])
             for start, into in moves
@@ -155,7 +157,7 @@ class NixlRead:
             self.transfer.end()
         except TransferError as error:
             self.transfer, self._source.lost = None, True
-            raise TransferError(f"trainer rank {self._source.rank}: {error}") from error
+            raise TransferError(f"{self._source.name}: {error}") from error
         self.transfer = None
         self._moves.pop(0)
         return into.nbytes

@@ -27,11 +27,14 @@ _reads = itertools.count(1)
 
 
 class Source:
-    """Trainer rank `rank`. `open`, then `poll` until it returns a grant, then `close`; again for the next version."""
+    """Trainer rank `rank`; with `address`, a node there that passes weights on. `open`, then `poll` until it returns a grant,
+    then `close`; again for the next version."""
 
-    def __init__(self, run_dir: RunDir, keys: RunKeys, rank: int, location: Location) -> None:
+    def __init__(self, run_dir: RunDir, keys: RunKeys, rank: int, address: str | None = None, name: str = "") -> None:
         self.rank = rank
-        self._location = location
+        self.name = name or f"trainer rank {rank}"
+        """For errors."""
+        self._fixed_address = address
         self.met: str = ""
         """Name of the publisher's agent that the reader's agent has met; "" if none."""
         self.lost = False
@@ -46,15 +49,15 @@ class Source:
         self._question: OpenRead | None = None
         self._next_look_s = self._asked_s = 0.0
 
-    def open(self, version: int, incarnation: int, deadline_s: float, route: str = "auto") -> None:
-        """Ask for this version; the answer comes from `poll`."""
+    def open(self, version: int, incarnation: int, deadline_s: float, location: Location, route: str = "auto") -> None:
+        """Ask for this version, to be read to `location`; the answer comes from `poll`."""
         now_s = time.monotonic()
         self._question = OpenRead(
             read=next(_reads),
             version=version,
             incarnation=incarnation,
             lease_s=max(0.0, deadline_s - now_s) + _LEASE_MARGIN_S,
-            location=self._location,
+            location=location,
             route=route,
             known_agent="" if self.lost else self.met,
             known_layout=self.publisher,
@@ -77,7 +80,7 @@ class Source:
             if isinstance(answer, ReadGranted):
                 return answer
             if answer.final:
-                raise PullError(f"trainer rank {self.rank}: {answer.cause}", retryable=False)
+                raise PullError(f"{self.name}: {answer.cause}", retryable=False)
             refusal = answer.cause
         lost = self.client.broken if self._address is not None else None
         now_s = time.monotonic()
@@ -86,11 +89,11 @@ class Source:
             if self._follow():
                 return None
         if refusal or lost:
-            raise PullError(f"trainer rank {self.rank}: {refusal or lost}")
+            raise PullError(f"{self.name}: {refusal or lost}")
         if not self.client.established and now_s - self._asked_s > PATIENCE_S:
             trouble = self.client.trouble or "it does not answer"
             cause = "its endpoint is not published" if self._address is None else f"{self._address}: {trouble}"
-            raise PullError(f"trainer rank {self.rank} could not be reached for {PATIENCE_S:g} s: {cause}")
+            raise PullError(f"{self.name} could not be reached for {PATIENCE_S:g} s: {cause}")
         return None
 
     def close(self, keep: bool = False) -> None:
@@ -107,17 +110,27 @@ class Source:
         if grant.layout is not None:
             self.publisher, self.layout = grant.publisher, grant.layout
         if self.layout is None:
-            raise PullError(f"trainer rank {self.rank} did not say what it publishes")
+            raise PullError(f"{self.name} did not say what it publishes")
         return self.layout
 
     def _follow(self) -> bool:
         """Look for a newer endpoint than the one in use (a restarted trainer's); True if there is one, and ask it."""
-        found = latest_endpoint(self._run_dir, endpoint_name(self.rank))
-        if found is None or found[0] <= self._generation:
+        generation, address = self._find()
+        if address is None or generation <= self._generation:
             return False
-        self._generation, self._address = found[0], found[1].address
-        self._ask(self._address)
+        self._generation, self._address = generation, address
+        self._ask(address)
         return True
+
+    def _find(self) -> tuple[int, str | None]:
+        if self._fixed_address is not None:
+            return 0, self._fixed_address
+        found = latest_endpoint(self._run_dir, endpoint_name(self.rank))
+        return (-1, None) if found is None else (found[0], found[1].address)
+
+    def silent_s(self) -> float:
+        """Seconds for which it has given no sign of life, as of the last `poll`."""
+        return self.client.server_silent_s()
 
     def _ask(self, address: str) -> None:
         assert self._question is not None

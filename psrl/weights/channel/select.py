@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from psrl.colocate.choices import publishes_from_host
+from psrl.weights.broadcast import FANOUT
 from psrl.weights.channel.base import WeightPublisher, WeightPuller
 from psrl.weights.channel.nixl_agent import prepare_environment
 from psrl.weights.mode import choose_mode, nixl_available, settled_mode
@@ -59,8 +60,10 @@ def make_puller(
     if _mode(role) == "nixl":
         from psrl.weights.channel.nixl_puller import NixlPuller
 
-        route = role.config.psrl.weights.route
-        return NixlPuller(role.run_dir, expected, place, device=device, address=role.address, route=route)
+        route, fanout = role.config.psrl.weights.route, broadcast_fanout(role)
+        return NixlPuller(
+            role.run_dir, expected, place, device=device, address=role.address, route=route, fanout=fanout
+        )
     from psrl.weights.channel.filesystem import FilesystemPuller
 
     return FilesystemPuller(role.run_dir, expected, place)
@@ -77,6 +80,11 @@ def engine_split(role: Role) -> Split:
     return Split(ways, config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
+def broadcast_fanout(role: Role) -> int:
+    """Nodes that read the first version from one source, 0: all from the trainers."""
+    return FANOUT if role.config.psrl.broadcast_init else 0
+
+
 RECEIVER = "psrl.weights.receiver:WeightReceiver"
 """What pulls weights inside the process that owns an engine's GPU; it needs `receiver_settings`."""
 
@@ -91,6 +99,7 @@ def receiver_settings(role: Role) -> dict[str, Any] | None:
         "run_dir": str(role.run_dir.path),
         "address": role.address,
         "route": role.config.psrl.weights.route,
+        "fanout": broadcast_fanout(role),
         "ways": split.ways,
         "num_kv_heads": split.num_kv_heads,
     }

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from psrl.protocol.weights import ReadGranted
 from psrl.weights.channel.mapped_reads import MappedRead, MappedReads
 from psrl.weights.channel.nixl_agent import TransferError
 from psrl.weights.channel.nixl_reads import NixlRead, NixlReads
-from psrl.weights.channel.nixl_source import Source
 from psrl.weights.channel.slot_header import HEADER_BYTES, SlotHeader, read_header, write_header
+from psrl.weights.channel.tree import Tree
+from psrl.weights.channel.wanted import Wanted
 from psrl.weights.checksum import checksum
 from psrl.weights.node_store import NodeStore
 from psrl.weights.route import HOST, VRAM
@@ -32,24 +31,12 @@ WINDOW_BYTES = {HOST: 64 * 2**20, VRAM: 4 * 2**30}
 SEGMENT_WINDOW_BYTES = 256 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to come from one trainer rank. `header`: what its slot begins with as long as it holds the version whole."""
-
-    source: Source
-    grant: ReadGranted
-    header: SlotHeader
-
-    @property
-    def by_store(self) -> bool:
-        return self.grant.route == "nixl" and self.grant.memory == HOST
-
-
 class Transfers:
-    """Everything that reads of one puller need to keep between two pulls. `window_bytes` null: as fits the memory."""
+    """Everything that reads of one puller need to keep between two pulls. `window_bytes` null: as fits the memory. `tree`: by
+    which the first version comes."""
 
-    def __init__(self, staging: Staging, store: NodeStore, window_bytes: int | None) -> None:
-        self._staging, self._store, self._window_bytes = staging, store, window_bytes
+    def __init__(self, staging: Staging, store: NodeStore, window_bytes: int | None, tree: Tree | None = None) -> None:
+        self._staging, self._store, self._window_bytes, self._tree = staging, store, window_bytes, tree
         self._segments = MappedReads(staging.device)
         self._nixl: dict[str, NixlReads] = {}
         self.on_progress: Callable[[int], None] | None = None
@@ -67,7 +54,7 @@ class Transfers:
         """SegmentError if one of them cannot be mapped."""
         for want in wanted:
             if want.grant.shared is not None:
-                self._segments.slot(want.source.rank, want.grant.shared, want.grant.nbytes)
+                self._segments.slot(want.rank, want.grant.shared, want.grant.nbytes)
 
     def run(self, wanted: Sequence[Wanted], check_time: Callable[[str], None]) -> list[SlotHeader | None]:
         """Everything of all ranks into the staging buffer; returns the headers, read last. TransferError, or what `check_time`
@@ -79,13 +66,15 @@ class Transfers:
         return [read.header for read in reads]
 
     def close(self) -> None:
+        if self._tree is not None:
+            self._tree.close()
         for reads in self._nixl.values():
             reads.close()
         self._segments.close()
         self._store.close()
 
     def _begin(self, want: Wanted, num_ranks: int) -> MappedRead | NixlRead:
-        rank, into = want.source.rank, self._staging.buffer
+        rank, into = want.rank, self._staging.buffer
         sections = self._staging.plan.reads[rank]
         if want.grant.route == "shm" or want.by_store:
             slot = (
@@ -96,30 +85,54 @@ class Transfers:
             return MappedRead(slot, sections, into, self._window_bytes or SEGMENT_WINDOW_BYTES)
         nixl = self._landing(VRAM, into, num_ranks)
         return nixl.begin(
-            want.source, want.grant, [(read.source, into[read.target :][: read.nbytes]) for read in sections]
+            want.source, want.grant, rank, [(read.source, into[read.target :][: read.nbytes]) for read in sections]
         )
 
     def _fetch(self, wanted: Sequence[Wanted], check_time: Callable[[str], None]) -> None:
         """Have the version of all ranks on other hosts in the node's store: it is there by now, or is fetched here."""
+        try:
+            self._bring(wanted, check_time)
+        except TransferError as error:
+            if self._tree is None or not self._tree.turn_to_trainers(str(error)):
+                raise
+            self._bring(wanted, check_time)
+
+    def _bring(self, wanted: Sequence[Wanted], check_time: Callable[[str], None]) -> None:
         sizes = [want.grant.nbytes for want in wanted]
         with self._store.alone(sizes, lambda: check_time("another instance of this node fetches the weights")):
-            missing, reads = [], []
-            for want in wanted:
-                slot = self._store.slot(want.header.version, want.source.rank)
-                if want.by_store and read_header(slot) != want.header:
-                    slot[:HEADER_BYTES].zero_()
-                    nixl = self._landing(HOST, self._store.segment, len(wanted))
-                    missing.append((want, slot))
-                    reads.append(nixl.begin(want.source, want.grant, [(0, slot[HEADER_BYTES:])]))
-            self._advance(reads, HOST, self._store.leave, check_time)
-            for (want, slot), read in zip(missing, reads, strict=True):
-                sections = want.source.learn(want.grant).sections
-                found = tuple(checksum(slot[HEADER_BYTES + start :][:nbytes]) for start, nbytes in sections)
-                if read.header != want.header:
-                    continue  # overwritten meanwhile, as the reader will see in what it copies
-                if found != want.grant.checksums:
-                    raise TransferError(f"what arrived from trainer rank {want.source.rank} has a wrong checksum")
-                write_header(slot, want.header)
+            held = [(want, self._store.slot(want.header.version, want.rank)) for want in wanted if want.by_store]
+            missing = [(want, slot) for want, slot in held if read_header(slot) != want.header]
+            if missing:
+                self._read_into(missing, check_time)
+            if self._tree is not None:
+                self._tree.arrived(self._store.segment, [(slot, want.header) for want, slot in held])
+
+    def _read_into(self, missing: Sequence[tuple[Wanted, torch.Tensor]], check_time: Callable[[str], None]) -> None:
+        """Fetch these into their slots of the store, which this process has locked."""
+
+        def alive(cause: str) -> None:
+            self._store.moved()
+            check_time(cause)
+
+        wanted, slots = [want for want, _ in missing], [slot for _, slot in missing]
+        found = wanted if self._tree is None else self._tree.sources(wanted, self._store.segment, slots, alive)
+        for slot in slots:
+            slot[:HEADER_BYTES].zero_()
+        nixl = self._landing(HOST, self._store.segment, max(want.rank for want in wanted) + 1)
+        reads = [
+            nixl.begin(there.source, there.grant, there.rank, [(0, slot[HEADER_BYTES:])])
+            for there, slot in zip(found, slots, strict=True)
+        ]
+        self._advance(reads, HOST, self._store.leave, check_time, self._tree.worth_waiting if self._tree else None)
+        for want, there, slot, read in zip(wanted, found, slots, reads, strict=True):
+            if read.header != want.header:
+                raise TransferError(
+                    f"{there.source.name} overwrote version {want.header.version} while it was being read"
+                )
+            sections = want.source.learn(want.grant).sections
+            if tuple(checksum(slot[HEADER_BYTES + start :][:size]) for start, size in sections) != want.grant.checksums:
+                raise TransferError(f"what arrived from {there.source.name} has a wrong checksum")
+            write_header(slot, want.header)
 
     def _landing(self, memory: str, buffer: torch.Tensor, num_ranks: int) -> NixlReads:
         if memory not in self._nixl:
@@ -133,17 +146,23 @@ class Transfers:
         memory: str,
         lost: Callable[[], object],
         check_time: Callable[[str], None],
+        worth_waiting: Callable[[float], bool] | None = None,
     ) -> None:
-        """Until all are done. If they are given up, the buffer in `memory` that reads may still write into is `lost`."""
+        """Until all are done. TransferError if it is not `worth_waiting` any more, which is told when something arrived last. If they
+        are given up, the buffer in `memory` that reads may still write into is `lost`."""
         running, arrived, begun_s = list(reads), 0, time.monotonic()
+        heard_s = begun_s
         try:
             while running:
                 before = arrived
                 for read in running:
                     arrived += read.advance()
                 if arrived > before:
+                    heard_s = time.monotonic()
                     self._tell(memory, arrived)
                 running = [read for read in running if not read.done]
+                if running and worth_waiting is not None and not worth_waiting(heard_s):
+                    raise TransferError(f"only {arrived} bytes have arrived in time")
                 if running:
                     check_time(f"weights stopped arriving after {arrived} bytes")
                 if running and arrived == before:
