@@ -4,7 +4,8 @@
 
 Each conversation is a long system message that all share and turns of a drawn text each way, after an environment's lognormal
 time (agentic_environment.py). The KV caches of the two instances hold about half of the conversations that are open. Nothing is
-learned, so all runs do the same work. `--gpu`: a random 0.6B model, two vLLM instances and the trainer share one GPU.
+learned, so all runs do the same work. "busy ms/turn" is what engines spent on a turn: the rollout's cost, whatever the trainer
+takes. `--gpu`: a random 0.6B model, two vLLM instances and the trainer share one GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> int:
     args = parser.parse_args()
     print(f"{describe_machine()}\n{args.steps} steps, one run each; trainer on core 0, two instances on core 1\n")
     print(
-        f"{'':26} {'step s':>8} {'trajectories/h':>15} {'speed-up':>9} {'tokens/s':>9} {'computed tokens/turn':>21} {'prefix hits':>12}  sessions",
+        f"{'':26} {'step s':>8} {'trajectories/h':>15} {'speed-up':>9} {'tokens/s':>9} {'busy ms/turn':>13} {'computed tokens/turn':>21} {'prefix hits':>12}  sessions",
         flush=True,
     )
     with contextlib.ExitStack() as stack:
@@ -108,6 +109,7 @@ def report(name: str, run_dir: Path, first: float) -> float:
     ]
     computed = sum(w.get("prompt_tokens", 0) for w in work)
     hits = sum(w.get("prefix_hit_tokens", 0) for w in work)
+    busy = sum(w.get("busy_s", 0) for w in work)
     turns = sum(w.get("generated_tokens", 0) for w in work) / TURN_TOKENS
     sessions = " ".join(
         f"{key.rpartition('/')[2]}={rows[-1][key]:g}" for key in sorted(rows[-1]) if key.startswith("rollout/sessions/")
@@ -115,7 +117,7 @@ def report(name: str, run_dir: Path, first: float) -> float:
     audit = subprocess.run([sys.executable, "-m", "psrl.audit", str(run_dir)], capture_output=True)
     print(
         f"{name:26} {seconds / len(steady):8.3f} {hourly:15.0f} {hourly / (first or hourly):9.2f} {tokens:9.0f} "
-        f"{computed / max(turns, 1):21.1f} {hits / max(hits + computed, 1):12.1%}  {sessions} "
+        f"{1e3 * busy / max(turns, 1):13.1f} {computed / max(turns, 1):21.1f} {hits / max(hits + computed, 1):12.1%}  {sessions} "
         f"{'audit clean' if audit.returncode == 0 else 'AUDIT FAILED'}",
         flush=True,
     )
