@@ -64,8 +64,10 @@ class KVTransferConfig:
     """A sample that goes on at another instance finds its keys and values there in time, or computes them again; needs
     psrl.lmcache.enable_p2p."""
     transfer_mode: str = "async"
-    """async: it is sent on at once, and the new instance loads what others have while it decodes other samples | sync |
-    pin_sync (neither is in this version)."""
+    """async: it goes to the new engine at once, which asks LMCache's controller who has them and loads them while it decodes
+    other samples | sync: the new instance fetches them from the one where it was, and then gives it to its engine |
+    pin_sync: as sync, and there they are kept from being evicted from when the sample arrives here until they have been
+    read. Sync and pin_sync need no controller."""
     transfer_timeout_ms: int = 5000
     """A transfer that takes longer is given up and the prefix computed."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from psrl.config.coordination import KVTransferConfig
+
 BACKENDS = ("cpu", "disk")
 CACHE_POLICIES = ("LRU", "FIFO")
 P2P_CHANNELS = ("nixl", "tcp")
@@ -37,14 +39,20 @@ class LMCacheConfig:
     config_file: str | None = None
     """A YAML file with further settings of LMCache; one that names a setting made here is refused."""
     enable_p2p: bool = False
-    """Instances with the same weights load prefixes from each other; needs an LMCache controller that all of them reach."""
+    """Instances with the same weights load prefixes from each other. They find each other through an LMCache controller,
+    except with kv_transfer.transfer_mode sync and pin_sync."""
     p2p_transfer_channel: str = "nixl"
     """How entries move between instances: nixl (RDMA, shared memory or TCP, as UCX finds) | tcp (NIXL over TCP and nothing else)."""
     controller_host: str | None = None
-    """Host of the LMCache controller."""
+    """Host of the LMCache controller, where one is needed."""
     controller_pull_port: int = 8300
     """Its port for what instances announce."""
     controller_reply_port: int = 8400
     """Its port for what instances ask."""
     gpu_pin_block_budget: int = 0
     """Blocks of the engine's own cache that may be held for transfers; only 0, transfers read the offload tier."""
+
+
+def fetches_first(transfer: KVTransferConfig) -> bool:
+    """Whether psrl fetches a moved sample's keys and values before its engine gets it (else the engine asks for them)."""
+    return transfer.enable and transfer.transfer_mode != "async"

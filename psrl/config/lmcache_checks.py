@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 
 from psrl.config.errors import ConfigError
-from psrl.config.lmcache import BACKENDS, CACHE_POLICIES, P2P_CHANNELS, LMCacheConfig
+from psrl.config.lmcache import BACKENDS, CACHE_POLICIES, P2P_CHANNELS, LMCacheConfig, fetches_first
 from psrl.config.schema import Config
 
 PREFIX = "psrl.lmcache"
 TRANSFER = "psrl.rollout_coordination.routing_strategy.kv_transfer"
 TRANSFER_MODES = ("async", "sync", "pin_sync")
+LONGEST_WAIT_MS = 120_000
 CHOICES = {"backend": BACKENDS, "cache_policy": CACHE_POLICIES, "p2p_transfer_channel": P2P_CHANNELS}
 ONLY = {"gpu_pin_block_budget": 0}
 POSITIVE = ("offload_size_gb", "max_disk_size_gb")
@@ -56,7 +57,9 @@ def check_lmcache(config: Config, *, installed: bool) -> list[str]:
             f"{PREFIX}.enable_p2p=True shares an offload tier that {PREFIX}.enable=False leaves out: set enable=True too."
         )
     if settings.enable_p2p:
-        _check_p2p(settings)
+        _check_shared(settings)
+        if not fetches_first(config.psrl.rollout_coordination.routing_strategy.kv_transfer):
+            _check_controller(settings)
     return _warnings(settings)
 
 
@@ -98,17 +101,20 @@ def _check_backend(settings: LMCacheConfig) -> None:
                 )
 
 
-def _check_p2p(settings: LMCacheConfig) -> None:
+def _check_shared(settings: LMCacheConfig) -> None:
     if not settings.multi_version_kv or settings.clear_on_weight_update:
         raise ConfigError(
             f"{PREFIX}.enable_p2p=True needs multi_version_kv=True and clear_on_weight_update=False, not "
             f"{settings.multi_version_kv} and {settings.clear_on_weight_update}: a shared tier cannot be emptied for one "
             "instance, only version tags keep stale entries away."
         )
+
+
+def _check_controller(settings: LMCacheConfig) -> None:
     if settings.controller_host is None:
         raise ConfigError(
             f"{PREFIX}.enable_p2p=True needs {PREFIX}.controller_host but it is null: name the host where the LMCache "
-            "controller runs (docs/lmcache.md says how to start one)."
+            f"controller runs (docs/lmcache.md says how to start one), or use {TRANSFER}.transfer_mode=sync, which needs none."
         )
     if settings.controller_pull_port == settings.controller_reply_port:
         raise ConfigError(
@@ -127,10 +133,10 @@ def _check_transfer(config: Config) -> None:
         raise ConfigError(
             f"{TRANSFER}.transfer_timeout_ms={transfer.transfer_timeout_ms} is refused: it must be at least 1."
         )
-    if transfer.enable and transfer.transfer_mode != "async":
+    if fetches_first(transfer) and transfer.transfer_timeout_ms > LONGEST_WAIT_MS:
         raise ConfigError(
-            f"{TRANSFER}.transfer_mode={transfer.transfer_mode} is not in this version of psrl: LMCache pushes untagged entries "
-            "only; use async, where the new instance loads them while it decodes others."
+            f"{TRANSFER}.transfer_timeout_ms={transfer.transfer_timeout_ms} is refused with transfer_mode="
+            f"{transfer.transfer_mode}: entries are kept for a transfer for {LONGEST_WAIT_MS} ms at most."
         )
     if transfer.enable and not config.psrl.lmcache.enable_p2p:
         raise ConfigError(

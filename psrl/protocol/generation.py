@@ -44,6 +44,8 @@ class SampleRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     seed: int
     prefix_ids: tuple[int, ...] = ()
     greedy: bool = False
+    source: str = ""
+    """The instance that has made its last tokens and may still hold its keys and values, if it is another; "" for none."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="gen"):

@@ -136,6 +136,9 @@ class GroupWork:
     def lost(self, instance: str) -> list[int]:
         """`instance` is gone: the samples that must be routed again."""
         lost = [s for s in self.samples if s.instance == instance and not s.finish]
+        for sample in self.samples:
+            if sample.holder == instance:
+                sample.holder = ""
         for sample in lost:
             sample.lost()
         return [s.sample for s in lost]

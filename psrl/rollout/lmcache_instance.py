@@ -7,8 +7,15 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+from psrl.config.lmcache import fetches_first
 from psrl.role import Role
-from psrl.rollout.lmcache_settings import PORTS_PER_RANK, LMCacheSettings, lmcache_settings, peer_address
+from psrl.rollout.lmcache_engine import EngineWithWorkers, TransferringEngine
+from psrl.rollout.lmcache_orders import WorkerOrders
+from psrl.rollout.lmcache_settings import PORTS_PER_RANK, LMCacheSettings, engines_ask, lmcache_settings, peer_address
+from psrl.rundir.keys import load_keys
+
+SHARE_TIMEOUT_S = 120.0
+"""Registering a large tier for transfers takes seconds."""
 
 
 def instance_lmcache(role: Role, ranks: int) -> LMCacheSettings | None:
@@ -16,11 +23,32 @@ def instance_lmcache(role: Role, ranks: int) -> LMCacheSettings | None:
     psrl = role.config.psrl
     if not psrl.lmcache.enable:
         return None
-    peer = None
-    if psrl.lmcache.enable_p2p:
-        peer = peer_address(role.address, free_ports(role.address, PORTS_PER_RANK * ranks))
     transfer = psrl.rollout_coordination.routing_strategy.kv_transfer
+    peer = None
+    if engines_ask(psrl.lmcache, transfer):
+        peer = peer_address(role.address, free_ports(role.address, PORTS_PER_RANK * ranks))
     return lmcache_settings(psrl.lmcache, transfer, instance=role.name, ranks=ranks, peer=peer)
+
+
+def with_transfers(role: Role, engine: EngineWithWorkers) -> EngineWithWorkers:
+    """`engine`, or in front of it what fetches a moved sample's keys and values first (kv_transfer sync and pin_sync)."""
+    transfer = role.config.psrl.rollout_coordination.routing_strategy.kv_transfer
+    if not fetches_first(transfer):
+        return engine
+    settings = {
+        "run_dir": str(role.run_dir.path),
+        "instance": role.name,
+        "node": role.node,
+        "address": role.address,
+        "pin_at_once": transfer.transfer_mode == "pin_sync",
+    }
+    engine.call_workers("psrl_share_prefixes", settings, timeout_s=SHARE_TIMEOUT_S)
+    return TransferringEngine(
+        engine,
+        WorkerOrders(engine.call_workers),
+        run=load_keys(role.run_dir).server_public,
+        timeout_s=transfer.transfer_timeout_ms / 1000,
+    )
 
 
 def free_ports(address: str, count: int) -> list[int]:

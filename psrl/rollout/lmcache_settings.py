@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from psrl.config.coordination import KVTransferConfig
 from psrl.config.errors import ConfigError
-from psrl.config.lmcache import LMCacheConfig
+from psrl.config.lmcache import LMCacheConfig, fetches_first
 
 CONNECTOR = "LMCacheConnectorV1"
 """LMCache within each worker of the engine. (A user's own `LMCacheMPConnector` works too: requests carry its salt.)"""
@@ -52,10 +52,10 @@ def lmcache_settings(
     ranks: int,
     peer: PeerAddress | None = None,
 ) -> LMCacheSettings:
-    """Settings of one instance with `ranks` GPUs (tensor times pipeline parallel). `peer` is needed with enable_p2p.
+    """Settings of one instance with `ranks` GPUs (tensor times pipeline parallel). `peer` is needed where `engines_ask`.
 
-    A transfer is the new instance's own doing: it asks the controller who has the prefix and loads it from there, for
-    `transfer_timeout_ms` at most.
+    A transfer is the new instance's own doing. Its engine asks the controller who has the prefix and loads it from there, for
+    `transfer_timeout_ms` at most; or psrl has fetched it before (sync, pin_sync) and the engine finds it in its own tier.
 
     Raises ConfigError if `config_file` is unreadable or names a setting that is made here.
     """
@@ -72,7 +72,7 @@ def lmcache_settings(
         assert config.disk_path is not None  # psrl.config.lmcache_checks refuses null
         values["local_disk"] = f"{Path(config.disk_path).absolute() / instance}/"
         values["max_local_disk_size"] = (config.max_disk_size_gb or config.offload_size_gb) / ranks
-    if config.enable_p2p:
+    if engines_ask(config, transfer):
         assert peer is not None
         values |= _sharing(config, peer)
         if transfer.enable:
@@ -91,6 +91,11 @@ def lmcache_settings(
         },
         environment=environment,
     )
+
+
+def engines_ask(config: LMCacheConfig, transfer: KVTransferConfig) -> bool:
+    """Whether engines ask each other for entries, through a controller."""
+    return config.enable_p2p and not fetches_first(transfer)
 
 
 def peer_address(host: str, ports: Sequence[int]) -> PeerAddress:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from psrl.rollout.lmcache_exchange import PrefixExchange
+from psrl.rollout.lmcache_messages import PullOrder
+from psrl.rundir.layout import RunDir
 
 WAKE_S = 0.005
 
@@ -17,6 +25,16 @@ def attend_offload_tier() -> None:
 def empty_offload_tier() -> int:
     """Drop every entry (`psrl.lmcache.clear_on_weight_update`); how many. RuntimeError without a tier."""
     return _tier().clear()
+
+
+def share_prefixes(settings: dict[str, Any]) -> PrefixExchange:
+    """Give this worker's entries to other instances that ask, and fetch theirs (kv_transfer sync and pin_sync)."""
+    return PrefixExchange(_tier(), **settings | {"run_dir": RunDir(Path(settings["run_dir"]))})
+
+
+def pull_prefixes(exchange: PrefixExchange, orders: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Begin these PullOrders; the PullEnds since the last call. In plain values, as a worker is called with."""
+    return [msgspec.to_builtins(end) for end in exchange.exchange(msgspec.convert(orders, list[PullOrder]))]
 
 
 def answer_in_time(engine: Any) -> None:

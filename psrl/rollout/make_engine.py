@@ -11,7 +11,7 @@ from psrl.role import Role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
 from psrl.rollout.engines.vllm_arguments import user_options
-from psrl.rollout.lmcache_instance import environment, instance_lmcache
+from psrl.rollout.lmcache_instance import environment, instance_lmcache, with_transfers
 from psrl.rundir.keys import load_keys
 from psrl.tasks.prepare import context_length
 
@@ -29,7 +29,7 @@ def make_engine(role: Role, source: ModelSource, block_size: int = 0) -> Engine:
         ranks = gen.tensor_model_parallel_size * gen.pipeline_model_parallel_size
         lmcache, asked = instance_lmcache(role, ranks), role.config.psrl.lmcache
         with environment(lmcache.environment if lmcache else {}):
-            return VllmEngine(
+            engine = VllmEngine(
                 source.path,
                 dtype=dtype,
                 specs=checkpoint_specs(source.path, dtype),
@@ -44,6 +44,7 @@ def make_engine(role: Role, source: ModelSource, block_size: int = 0) -> Engine:
                 empty_offload=asked.clear_on_weight_update,
                 block_size=block_size,
             )
+        return with_transfers(role, engine)
     return TorchEngine(
         load_engine_model(source.path, dtype),
         eos_token_ids=source.eos_token_ids,

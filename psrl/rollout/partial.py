@@ -21,6 +21,8 @@ class PartialSample:
     spans: list[VersionSpan] = field(default_factory=list)
     finish: str = ""
     instance: str = ""
+    holder: str = ""
+    """The instance that made its last tokens: it may still hold their keys and values. "" if that is gone."""
     request_start: int = 0
     """Tokens that existed when the current request was sent: chunk spans count from there."""
     interrupted_at: int = 0
@@ -61,6 +63,7 @@ class PartialSample:
             seed=self.seed,
             prefix_ids=tuple(self.token_ids),
             greedy=self.greedy,
+            source=self.holder if self.holder != instance else "",
         )
 
     def add(self, chunk: TokenChunk) -> bool:
@@ -69,6 +72,8 @@ class PartialSample:
             raise ValueError(
                 f"chunk of group {chunk.group} sample {chunk.sample}: {len(chunk.token_ids)} tokens but {len(chunk.logprobs)} log-probs"
             )
+        if chunk.token_ids:
+            self.holder = self.instance
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         for span in chunk.spans:

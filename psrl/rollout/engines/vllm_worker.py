@@ -16,7 +16,7 @@ import torch
 
 from psrl.host_memory import register_host
 from psrl.rollout.engines.shared_tensors import Layout, map_tensors
-from psrl.rollout.lmcache_worker import attend_offload_tier, empty_offload_tier
+from psrl.rollout.lmcache_worker import attend_offload_tier, empty_offload_tier, pull_prefixes, share_prefixes
 
 
 class PsrlWorker:
@@ -33,6 +33,7 @@ class PsrlWorker:
     psrl_registered: bool = False
     psrl_receiver: Any
     psrl_fused: bool
+    psrl_exchange: Any
 
     def psrl_prepare(self, path: str, layout: Layout) -> None:
         """Map the memory through which whole weights arrive. Once."""
@@ -88,6 +89,14 @@ class PsrlWorker:
     def psrl_empty_offload(self) -> int:
         """Drop all that LMCache holds."""
         return empty_offload_tier()
+
+    def psrl_share_prefixes(self, settings: dict[str, Any]) -> None:
+        """Let instances exchange what LMCache holds."""
+        self.psrl_exchange = share_prefixes(settings)
+
+    def psrl_pull_prefixes(self, orders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Fetch these from other instances, beside decoding; what has been fetched, or given up, since the last call."""
+        return pull_prefixes(self.psrl_exchange, orders)
 
     def _psrl_register(self) -> None:
         """Before the first weights that come this way: where workers pull them themselves, no page of that memory is ever touched."""
