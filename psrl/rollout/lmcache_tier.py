@@ -31,7 +31,8 @@ class Tier:
         self.chunk_size: int = engine.config.chunk_size
         self._shapes, self._dtypes = metadata.get_shapes(self.chunk_size), metadata.get_dtypes()
         nbytes = sum(math.prod(s) * d.itemsize for s, d in zip(self._shapes, self._dtypes, strict=True))
-        self.largest_pull = int(LARGEST_SHARE * self.memory.nbytes / nbytes)
+        step = self._cpu.memory_allocator.align_bytes
+        self.largest_pull = int(LARGEST_SHARE * (self.memory.nbytes // (-(-nbytes // step) * step)))
         """Chunks that transfers may keep or fill at a time."""
         self.layout = (
             f"{metadata.model_name}, {self.chunk_size} tokens of {[tuple(s) for s in self._shapes]} {self._dtypes}, "

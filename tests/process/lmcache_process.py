@@ -1,7 +1,7 @@
 """One instance's LMCache without an engine around it: the worker side and the scheduler side as vLLM's connector joins them.
 
-Started with the settings of `psrl.rollout.lmcache_settings` as JSON; then one JSON command a line on stdin, one answer a line on
-stdout. Keys and values are numbers made of the tokens and of `mark`, so a wrong entry is seen.
+Started with the settings of `psrl.rollout.lmcache_settings` as JSON and, to exchange prefixes, those of `share_prefixes`; then one
+JSON command a line on stdin, one answer a line on stdout. Keys and values are `mark`, so a wrong entry is seen.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 from lmcache.v1.cache_engine import LMCacheEngineBuilder
@@ -20,7 +21,9 @@ from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
 from lmcache.v1.lookup_client.lmcache_async_lookup_client import LMCacheAsyncLookupClient, LMCacheAsyncLookupServer
 from lmcache.v1.metadata import LMCacheMetadata
 
-from psrl.rollout.lmcache_worker import answer_in_time
+from psrl.rollout.lmcache_exchange import PrefixExchange
+from psrl.rollout.lmcache_worker import answer_in_time, pull_prefixes
+from psrl.rundir.layout import RunDir
 
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 4
 
@@ -65,6 +68,10 @@ def main() -> None:
         client = LMCacheAsyncLookupClient(config, metadata)
     engine.post_init(async_lookup_server=server)
     answer_in_time(engine)
+    exchange = None
+    if len(sys.argv) > 2:
+        shared = json.loads(sys.argv[2])
+        exchange = PrefixExchange(engine, **shared | {"run_dir": RunDir(Path(shared["run_dir"]))})
 
     def found(tokens: list[int], tags: dict[str, str], lookup_id: str) -> int:
         """What the scheduler would be told: prefix tokens that need not be computed."""
@@ -95,8 +102,22 @@ def main() -> None:
             if hit:
                 engine.retrieve(tokens[:hit], request_configs=tags, req_id=f"l{number}")
             say([hit, connector.loaded])
-        elif command == "clear":
-            say(engine.clear())
+        elif command == "hashes":
+            say([name for _, _, name in engine.token_database.process_tokens(tokens=tokens, make_key=False)])
+        elif command == "order":
+            order = {"pull": number, "source": rest[0], "token_ids": tokens, "tags": tags, "timeout_s": rest[1]}
+            say([number, *pull_prefixes(exchange, [order])])
+        elif command == "ends":
+            say(pull_prefixes(exchange, []))
+        elif command == "held":
+            entries = engine.storage_manager.local_cpu_backend.hot_cache.values()
+            say(
+                {
+                    "chunks": len(entries),
+                    "pinned": sum(entry.is_pinned for entry in list(entries)),
+                    "kept": exchange.source.kept,
+                }
+            )
 
 
 if __name__ == "__main__":

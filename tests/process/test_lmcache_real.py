@@ -7,79 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lmcache_workers import CHUNK, NEXT, OTHER_RUN, RESUMED, SMALL, N, Worker, tokens
 
 from psrl.config.coordination import KVTransferConfig
 from psrl.config.lmcache import LMCacheConfig
-from psrl.rollout.cache_identity import cache_identity
 from psrl.rollout.lmcache_instance import free_ports
-from psrl.rollout.lmcache_settings import PORTS_PER_RANK, LMCacheSettings, lmcache_settings, peer_address
+from psrl.rollout.lmcache_settings import PORTS_PER_RANK, lmcache_settings, peer_address
 
 pytest.importorskip("lmcache", reason="needs LMCache: pip install 'psrl[lmcache]'")
 pytestmark = [pytest.mark.process, pytest.mark.lmcache]
 
-WORKER = Path(__file__).with_name("lmcache_process.py")
-CHUNK = 16
-DEADLINE_S = 30.0
 TRANSFER_MS = 1000
-SMALL: dict[str, Any] = {"enable": True, "offload_size_gb": 0.02, "chunk_size": CHUNK}
-N = cache_identity("run-a", 0, 1).kv_transfer_params
-NEXT = cache_identity("run-a", 0, 2).kv_transfer_params
-RESUMED = cache_identity("run-a", 1, 1).kv_transfer_params
-OTHER_RUN = cache_identity("run-b", 0, 1).kv_transfer_params
-
-
-def tokens(start: int, chunks: int = 4) -> list[int]:
-    return list(range(start, start + chunks * CHUNK))
-
-
-class Worker:
-    """An instance's LMCache in a process of its own."""
-
-    def __init__(self, settings: LMCacheSettings, log: Path) -> None:
-        self.log = log
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, str(WORKER), json.dumps(settings.engine_config)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=os.environ | settings.environment,
-            )
-
-    def answer(self) -> Any:
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()[-2000:]
-        return json.loads(line)
-
-    def ask(self, *command: object) -> Any:
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def store(self, ids: list[int], tags: dict[str, str], mark: float) -> None:
-        assert self.ask("store", ids, tags, mark) == "stored"
-
-    def hit(self, ids: list[int], tags: dict[str, str]) -> int:
-        return self.ask("lookup", ids, tags)[0]
-
-    def load(self, ids: list[int], tags: dict[str, str]) -> tuple[int, list[float]]:
-        """Asks again until something is found: an answer that comes after the deadline helps the next one."""
-        end = time.monotonic() + DEADLINE_S
-        while True:
-            hit, marks = self.ask("load", ids, tags)
-            if hit or time.monotonic() > end:
-                return hit, marks
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.mark.parametrize(
