@@ -16,6 +16,9 @@ from psrl.config.lmcache import LMCacheConfig, fetches_first
 CONNECTOR = "LMCacheConnectorV1"
 """LMCache within each worker of the engine. (A user's own `LMCacheMPConnector` works too: requests carry its salt.)"""
 PORTS_PER_RANK = 3
+CHUNK_HASH = "sha256_cbor"
+"""How chunks are named: vLLM's, the same in every process. LMCache's own default is Python's, which knows no such promise; it
+falls back to that where there is no vLLM, hence the fixed seed."""
 LOOK_AGAIN_S = 0.001
 """vLLM's scheduler sleeps so long in each step for each request that waits for a peer; LMCache's own default is 0.01."""
 
@@ -67,6 +70,7 @@ def lmcache_settings(
         "save_decode_cache": config.save_decode_cache,
         "cache_policy": config.cache_policy,
         "lmcache_instance_id": instance,
+        "pre_caching_hash_algorithm": CHUNK_HASH,
     }
     if config.backend == "disk":
         assert config.disk_path is not None  # psrl.config.lmcache_checks refuses null

@@ -11,13 +11,15 @@ import pytest
 from psrl.config.coordination import KVTransferConfig
 from psrl.config.errors import ConfigError
 from psrl.config.lmcache import LMCacheConfig
-from psrl.config.lmcache_checks import check_lmcache
+from psrl.config.lmcache_checks import LONGEST_WAIT_MS, check_lmcache
 from psrl.config.routing_checks import check_routing
 from psrl.config.schema import Config
 from psrl.role import Role
 from psrl.rollout.cache_identity import TAG, cache_identity
-from psrl.rollout.lmcache_instance import environment, instance_lmcache
+from psrl.rollout.lmcache_instance import environment, instance_lmcache, with_transfers
+from psrl.rollout.lmcache_messages import LONGEST_LEASE_S
 from psrl.rollout.lmcache_settings import PORTS_PER_RANK, LMCacheSettings, lmcache_settings, peer_address
+from psrl.rundir.keys import create_keys
 from psrl.rundir.layout import RunDir
 
 pytestmark = pytest.mark.unit
@@ -66,8 +68,12 @@ def config(engine: str = "vllm", transfer: dict | None = None, **lmcache) -> Con
         ),
         ({"clear_on_weight_update": True, **P2P}, "not True and True"),
         ({"transfer": {"enable": True}}, r"kv_transfer\.enable=True moves entries .*enable_p2p=False"),
-        ({"transfer": {"enable": True, "transfer_mode": "sync"}, **P2P}, "transfer_mode=sync is not in this version"),
-        ({"transfer": {"enable": True, "transfer_mode": "pin_sync"}, **P2P}, "pin_sync is not in this version"),
+        ({"transfer": {"enable": True, "transfer_mode": "sync"}}, r"kv_transfer\.enable=True moves entries .*enable_p2p=False"),
+        ({"transfer": {"enable": True}, "enable_p2p": True}, "controller_host but .*or use .*transfer_mode=sync, which needs none"),
+        (
+            {"transfer": {"enable": True, "transfer_mode": "sync", "transfer_timeout_ms": 120_001}, **P2P},
+            "transfer_timeout_ms=120001 is refused with transfer_mode=sync: .* 120000 ms at most",
+        ),
         ({"transfer": {"transfer_mode": "lazy"}}, r"transfer_mode=lazy is refused: allowed is async \| sync \| pin_sync"),
         ({"transfer": {"transfer_timeout_ms": 0}}, "transfer_timeout_ms=0 is refused"),
     ],
@@ -124,6 +130,27 @@ def test_without_p2p_nothing_listens() -> None:
     assert not {key for key in made.engine_config if "port" in key or "controller" in key or "p2p" in key}
     assert made.kv_transfer_config["kv_connector"] == "LMCacheConnectorV1"
     assert made.environment == {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}
+
+
+@pytest.mark.parametrize("mode", ["sync", "pin_sync"])
+def test_where_psrl_fetches_first_engines_ask_nobody(mode: str) -> None:
+    transfer = {"enable": True, "transfer_mode": mode}
+    check_lmcache(config(transfer=transfer, enable_p2p=True), installed=True)  # no controller needed
+    alone = settings()
+    assert settings(transfer=KVTransferConfig(**transfer), enable_p2p=True) == alone
+    tcp = settings(transfer=KVTransferConfig(**transfer), enable_p2p=True, p2p_transfer_channel="tcp")
+    assert tcp.environment == alone.environment | {"UCX_TLS": "tcp"}
+
+
+def test_a_chunk_has_one_name_in_every_process() -> None:
+    for given in ({}, P2P, {"backend": "disk", "disk_path": "/scratch"}):
+        made = settings(**given)
+        assert made.engine_config["pre_caching_hash_algorithm"] == "sha256_cbor"
+        assert made.environment["PYTHONHASHSEED"] == "0"
+
+
+def test_a_lease_is_as_long_as_the_longest_wait_that_is_allowed() -> None:
+    assert LONGEST_WAIT_MS == 1000 * LONGEST_LEASE_S
 
 
 def test_every_rank_has_ports_of_its_own() -> None:
@@ -183,3 +210,40 @@ def test_an_instance_listens_where_its_run_does(tmp_path: Path) -> None:
     assert len(set(ports)) == 2 * PORTS_PER_RANK
     asked.psrl.lmcache.enable = False
     assert instance_lmcache(role, ranks=2) is None
+
+
+class EngineOfWorkers:
+    version, on_gpu = 3, True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict]] = []
+
+    def call_workers(self, method: str, *args: dict, timeout_s: float) -> list:
+        self.calls.append((method, *args))
+        return [[]]
+
+
+def test_only_sync_modes_put_something_before_the_engine(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    create_keys(run_dir)
+    for mode, pin_at_once in (("async", None), ("sync", False), ("pin_sync", True)):
+        asked = config(transfer={"enable": True, "transfer_mode": mode, "transfer_timeout_ms": 700}, **P2P)
+        engine = EngineOfWorkers()
+        made = with_transfers(Role(run_dir, asked, "instance-1", "node7", local=True, attempt="a"), engine)
+        if pin_at_once is None:
+            assert made is engine and engine.calls == []
+            continue
+        assert made is not engine
+        assert engine.calls == [
+            (
+                "psrl_share_prefixes",
+                {
+                    "run_dir": str(tmp_path),
+                    "instance": "instance-1",
+                    "node": "node7",
+                    "address": "127.0.0.1",
+                    "pin_at_once": pin_at_once,
+                },
+            )
+        ]
