@@ -136,3 +136,29 @@ def test_a_transfer_that_takes_too_long_is_given_up(pair: tuple[Worker, Worker])
     finally:
         os.kill(source.process.pid, signal.SIGCONT)
     assert hit == 0 and TRANSFER_MS / 1000 <= waited_s < 4 * TRANSFER_MS / 1000
+
+
+def test_every_process_gives_a_prefix_the_same_name(pair: tuple[Worker, Worker]) -> None:
+    """They differed between processes once (LMCache#1139, #2136): then nothing is ever found, and nothing says so."""
+    names = [worker.ask("hashes", tokens(100), {}) for worker in pair]
+    assert names[0] == names[1] and len(set(names[0])) == 4
+    settings = lmcache_settings(LMCacheConfig(**SMALL), KVTransferConfig(), instance="i", ranks=1)
+    code = "import sys, json; print(json.dumps([hash((0, (1, 2, 3), ())), hash('a')]))"
+    made = {
+        subprocess.check_output([sys.executable, "-c", code], env=os.environ | settings.environment) for _ in range(3)
+    }
+    assert len(made) == 1
+
+
+def test_a_killed_source_is_given_up_but_lmcache_goes_on_waiting_for_it(pair: tuple[Worker, Worker]) -> None:
+    """The last of this module: it takes the source away. Why docs/lmcache.md prefers sync where instances may die."""
+    source, target = pair
+    target.store(tokens(5000), N, 1.0)
+    source.store(tokens(5500), N, 2.0)
+    source.store(tokens(6000), N, 3.0)
+    assert target.hit(tokens(5000), N) == 4 * CHUNK
+    assert target.load(tokens(6000), N)[1] == [3.0] * 4  # the controller knows of both by now
+    source.kill()
+    hit, waited_s = target.ask("lookup", tokens(5500), N)
+    assert hit == 0 and TRANSFER_MS / 1000 <= waited_s < 4 * TRANSFER_MS / 1000
+    assert target.hit(tokens(5000), N) == 0  # its own: LMCache loads for one request at a time

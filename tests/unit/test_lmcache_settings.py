@@ -222,6 +222,9 @@ class EngineOfWorkers:
         self.calls.append((method, *args))
         return [[]]
 
+    def close(self) -> None:
+        pass
+
 
 def test_only_sync_modes_put_something_before_the_engine(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
@@ -234,7 +237,7 @@ def test_only_sync_modes_put_something_before_the_engine(tmp_path: Path) -> None
         if pin_at_once is None:
             assert made is engine and engine.calls == []
             continue
-        assert made is not engine
+        made.close()
         assert engine.calls == [
             (
                 "psrl_share_prefixes",
