@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -54,6 +54,11 @@ class TransferCounts:
     gave_up: int = 0
     """Too slow, or failed: the prefix is computed, or what is missing of it."""
     moved_tokens: int = 0
+
+    def after(self, end: PullEnd) -> TransferCounts:
+        """With one more."""
+        name = "gave_up" if end.cause else "moved" if end.moved else "nothing_there"
+        return replace(self, **{name: getattr(self, name) + 1, "moved_tokens": self.moved_tokens + end.moved})
 
 
 class TransferringEngine:
@@ -104,31 +109,24 @@ class TransferringEngine:
         now = self._clock()
         due = [n for n, waiting in self._waiting.items() if n in ends or now >= waiting.until_s]
         together: dict[int, list[_Waiting]] = defaultdict(list)
+        failures: Counter[tuple[str, str]] = Counter()
         for number in due:
-            waiting = self._waiting.pop(number)
-            self._count(waiting, ends.get(number, PullEnd(pull=number, cause="it took too long")))
+            waiting, end = self._waiting.pop(number), ends.get(number, PullEnd(pull=number, cause="it took too long"))
             together[id(waiting.request)].append(waiting)
+            self.counts = self.counts.after(end)
+            if end.cause:
+                failures[waiting.sample.source, end.cause] += 1
         for ready in together.values():
             samples = tuple(waiting.sample for waiting in ready)
             self._engine.submit(msgspec.structs.replace(ready[0].request, samples=samples))
-
-    def _count(self, waiting: _Waiting, end: PullEnd) -> None:
-        counts = replace(self.counts, moved_tokens=self.counts.moved_tokens + end.moved)
-        if end.cause:
-            self.counts = replace(counts, gave_up=counts.gave_up + 1)
+        for (source, cause), count in failures.items():
             log.warning(
-                "keys and values of group %d sample %d did not come from %s (%s): what is missing after %d tokens is computed here; %s",
-                waiting.request.group,
-                waiting.sample.sample,
-                waiting.sample.source,
-                end.cause,
-                end.tokens,
+                "keys and values of %d samples did not all come from %s (%s): the rest is computed here; so far %s",
+                count,
+                source,
+                cause,
                 self.counts,
             )
-        elif end.moved:
-            self.counts = replace(counts, moved=counts.moved + 1)
-        else:
-            self.counts = replace(counts, nothing_there=counts.nothing_there + 1)
 
     def abort(self, groups: Iterable[int] | None = None) -> list[TokenChunk]:
         wanted = None if groups is None else frozenset(groups)

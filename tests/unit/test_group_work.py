@@ -125,3 +125,12 @@ def test_the_greedy_sample_is_asked_for_as_such_sealed_and_never_trained() -> No
     scores = [Score(1.0), Score(0.0), Score(0.5)]
     assert group.trainable_tokens(scores) == [4, 4, 0]
     assert [(s.greedy, s.reward) for s in group.group(scores).samples] == [(False, 1.0), (False, 0.0), (True, 0.5)]
+
+
+def test_nothing_is_fetched_from_an_instance_that_is_gone() -> None:
+    group = work()
+    for sample, instance in ((0, "r0"), (1, "r1")):
+        group.request(instance, [sample])
+        group.add(chunk(sample, [4], "migrated"), instance)
+    assert group.lost("r0") == []
+    assert [sample.source for sample in group.request("r2", [0, 1]).samples] == ["", "r1"]

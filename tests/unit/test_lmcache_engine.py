@@ -131,7 +131,7 @@ def test_a_sample_goes_on_at_its_deadline_with_what_there_is(caplog: pytest.LogC
     instance.now = 5.0
     instance.engine.step()
     assert instance.inner.submitted == [(1, 0)]
-    assert "group 1 sample 0 did not come from a (it took too long)" in caplog.text
+    assert "keys and values of 1 samples did not all come from a (it took too long)" in caplog.text
     instance.end(0, tokens=4, moved=4)  # too late
     assert instance.inner.submitted == [(1, 0)] and instance.engine.counts.gave_up == 1
     instance.end(1, cause="the connection was lost")

@@ -67,3 +67,29 @@ def test_tokens_without_log_probs_are_an_error() -> None:
     sample = PartialSample(sample=0, seed=1, max_response=8)
     with pytest.raises(ValueError, match="2 tokens but 1 log-probs"):
         sample.add(TokenChunk(group=1, sample=0, token_ids=[1, 2], logprobs=[0.0], spans=[], finish="stop"))
+
+
+def test_a_request_says_where_the_last_tokens_were_made() -> None:
+    sample = PartialSample(sample=0, seed=1, max_response=8)
+
+    def sent(instance: str) -> str:
+        request = sample.next_request(instance)
+        assert request is not None
+        return request.source
+
+    def handed_back(finish: str, *token_ids: int) -> None:
+        spans = [VersionSpan(0, len(token_ids), 0)] if token_ids else []
+        logprobs = [0.0] * len(token_ids)
+        sample.add(
+            TokenChunk(group=1, sample=0, token_ids=list(token_ids), logprobs=logprobs, spans=spans, finish=finish)
+        )
+
+    assert sent("r0") == ""
+    handed_back("migrated", 4, 5)
+    assert sent("r1") == "r0"
+    handed_back("refused")
+    assert sent("r2") == "r0"  # r1 has made nothing
+    handed_back("migrated", 6)
+    assert sent("r2") == ""
+    handed_back("abort")
+    assert sent("r0") == "r2"
