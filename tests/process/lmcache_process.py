@@ -104,11 +104,8 @@ def main() -> None:
             say([hit, connector.loaded])
         elif command == "hashes":
             say([name for _, _, name in engine.token_database.process_tokens(tokens=tokens, make_key=False)])
-        elif command == "order":
-            order = {"pull": number, "source": rest[0], "token_ids": tokens, "tags": tags, "timeout_s": rest[1]}
-            say([number, *pull_prefixes(exchange, [order])])
-        elif command == "ends":
-            say(pull_prefixes(exchange, []))
+        elif command == "psrl_pull_prefixes":
+            say(pull_prefixes(exchange, tokens))
         elif command == "held":
             entries = engine.storage_manager.local_cpu_backend.hot_cache.values()
             say(

@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from psrl.rollout.cache_identity import cache_identity
+from psrl.rollout.lmcache_messages import PullOrder
 from psrl.rollout.lmcache_settings import LMCacheSettings
 
 PROCESS = Path(__file__).with_name("lmcache_process.py")
@@ -33,6 +37,8 @@ class Worker:
     def __init__(self, settings: LMCacheSettings, log: Path, shared: dict[str, Any] | None = None) -> None:
         self.log = log
         self.ends: dict[int, dict[str, Any]] = {}
+        self.pulls = 0
+        self.asking = threading.Lock()
         arguments = [json.dumps(settings.engine_config), *([json.dumps(shared)] if shared else [])]
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
@@ -50,9 +56,10 @@ class Worker:
         return json.loads(line)
 
     def ask(self, *command: object) -> Any:
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
+        with self.asking:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+            return self.answer()
 
     def store(self, ids: list[int], tags: dict[str, str], mark: float) -> None:
         assert self.ask("store", ids, tags, mark) == "stored"
@@ -70,9 +77,10 @@ class Worker:
 
     def order(self, ids: list[int], tags: dict[str, str], source: str, timeout_s: float = DEADLINE_S) -> int:
         """Have this prefix fetched; the pull's number."""
-        number, *ends = self.ask("order", ids, tags, source, timeout_s)
-        self._note(ends)
-        return number
+        pull = self.pulls = self.pulls + 1
+        order = PullOrder(pull=pull, source=source, token_ids=ids, tags=tags, timeout_s=timeout_s)
+        self._exchange([msgspec.to_builtins(order)])
+        return pull
 
     def end(self, pull: int) -> dict[str, Any]:
         """How a pull ended, waiting for it."""
@@ -80,11 +88,11 @@ class Worker:
         while pull not in self.ends:
             assert time.monotonic() < until, f"pull {pull} has no end"
             time.sleep(0.005)
-            self._note(self.ask("ends", [], {}))
+            self._exchange([])
         return self.ends[pull]
 
-    def _note(self, ends: list[dict[str, Any]]) -> None:
-        self.ends |= {end["pull"]: end for end in ends}
+    def _exchange(self, orders: list[dict[str, Any]]) -> None:
+        self.ends |= {end["pull"]: end for end in self.ask("psrl_pull_prefixes", orders, {})}
 
     def fetch(self, ids: list[int], tags: dict[str, str], source: str, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
         return self.end(self.order(ids, tags, source, timeout_s))

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from lmcache_workers import CHUNK, DEADLINE_S, NEXT, OTHER_RUN, RESUMED, SMALL, N, Worker, tokens
+from msgspec.structs import replace
 
 from psrl.config.coordination import KVTransferConfig
 from psrl.config.lmcache import LMCacheConfig
 from psrl.net.client import Client
+from psrl.protocol.generation import GenerateRequest, SampleRequest, SamplingParams
+from psrl.rollout.lmcache_engine import TransferringEngine
 from psrl.rollout.lmcache_exchange import endpoint_name
 from psrl.rollout.lmcache_messages import Done, Have, Want
+from psrl.rollout.lmcache_orders import WorkerOrders
 from psrl.rollout.lmcache_settings import lmcache_settings
 from psrl.rundir.endpoints import latest_endpoint
 from psrl.rundir.keys import create_keys, load_keys
@@ -116,6 +120,70 @@ def test_a_stopped_source_is_given_up_in_time_and_serves_again_afterwards(fleet:
     assert fleet.target.fetch(ids, N, "i-0")["moved"] == len(ids)
     assert fleet.target.load(ids, N)[1] == [6.0] * 4
     wait_until(lambda: fleet.source.held()["kept"] == 0)
+
+
+class RecordingEngine:
+    """Its worker is a Worker. What it is given, and how much of the prefix its LMCache has at that moment."""
+
+    version, on_gpu = 1, True
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.given: list[tuple[int, int]] = []
+
+    def call_workers(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [self.worker.ask(method, *args, {})]
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.given += [
+            (sample.sample, self.worker.hit([*request.prompt_ids, *sample.prefix_ids], N)) for sample in request.samples
+        ]
+
+    def step(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sample_reaches_the_engine_once_its_prefix_is_here_or_late(fleet: Fleet) -> None:
+    inner = RecordingEngine(fleet.target)
+    engine = TransferringEngine(inner, WorkerOrders(inner.call_workers), run="run-a", timeout_s=DEADLINE_S)
+    prompt, made = tokens(20_000, chunks=2), tokens(30_000, chunks=3)
+    fleet.source.store([*prompt, *made], N, 5.0)
+    moved = SampleRequest(sample=0, max_new_tokens=9, seed=1, prefix_ids=tuple(made), source="i-0")
+    stays = SampleRequest(sample=1, max_new_tokens=9, seed=1)
+    request = GenerateRequest(
+        group=1,
+        min_version=1,
+        incarnation=0,
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(),
+        samples=(moved, stays),
+    )
+
+    def served() -> bool:
+        engine.step()
+        return not any(sample not in {given for given, _ in inner.given} for sample in (0, 1))
+
+    engine.submit(request)
+    assert inner.given == [(1, 0)]
+    wait_until(served)
+    assert inner.given == [(1, 0), (0, 5 * CHUNK)]
+    engine.close()
+
+    engine = TransferringEngine(inner, WorkerOrders(inner.call_workers), run="run-a", timeout_s=SHORT_S)
+    late = replace(moved, prefix_ids=tuple(tokens(40_000)))
+    fleet.source.store([*prompt, *late.prefix_ids], N, 5.0)
+    os.kill(fleet.source.process.pid, signal.SIGSTOP)
+    try:
+        inner.given = [(1, 0)]
+        engine.submit(replace(request, samples=(late,)))
+        wait_until(served)
+    finally:
+        os.kill(fleet.source.process.pid, signal.SIGCONT)
+    assert inner.given == [(1, 0), (0, 2 * CHUNK)] and engine.counts.gave_up == 1
+    engine.close()
 
 
 def test_an_instance_that_nobody_knows_costs_no_wait(fleet: Fleet) -> None:
