@@ -137,8 +137,7 @@ class GroupWork:
         """`instance` is gone: the samples that must be routed again."""
         lost = [s for s in self.samples if s.instance == instance and not s.finish]
         for sample in self.samples:
-            if sample.holder == instance:
-                sample.holder = ""
+            sample.forget(instance)
         for sample in lost:
             sample.lost()
         return [s.sample for s in lost]

@@ -89,6 +89,7 @@ class Guests:
         """An instance is gone: turns that were made there go on elsewhere."""
         self._at.pop(instance, None)
         for trajectory in self._here.values():
+            trajectory.forget(instance)
             if trajectory.instance == instance:
                 trajectory.lost()
                 self.begin(trajectory)

@@ -98,6 +98,11 @@ class PartialSample:
         """It ends as it is."""
         self.finish, self.instance = finish, ""
 
+    def forget(self, instance: str) -> None:
+        """`instance` is gone, and all that it held."""
+        if self.holder == instance:
+            self.holder = ""
+
     def lost(self) -> None:
         """The instance is gone: what was streamed so far is kept, the rest is made elsewhere."""
         self.instance = ""

@@ -65,6 +65,8 @@ class Trajectory:
     instance: str = ""
     last_instance: str = ""
     """Where its last turn was made."""
+    holder: str = ""
+    """As PartialSample.holder, between turns."""
     num_turns: int = 0
     token_ids: list[int] = field(default_factory=list)
     """What the model has written, in order of its turns."""
@@ -102,6 +104,7 @@ class Trajectory:
             seed=request.seed if request.seed is not None else turn_seed(self.seed, self.num_turns),
             max_response=min(request.max_new_tokens, self.room(len(request.prompt_ids))),
             greedy=self.greedy,
+            holder=self.holder,
         )
         done = asyncio.get_running_loop().create_future()
         self._turn = _Turn(part, request, done, on_tokens)
@@ -115,7 +118,7 @@ class Trajectory:
     def _withdraw(self) -> None:
         if (turn := self._turn) is not None:
             at = turn.part.instance
-            self._turn, self.instance = None, ""
+            self._turn, self.instance, self.holder = None, "", turn.part.holder
             self.longest = max(self.longest, len(turn.request.prompt_ids) + len(turn.part.token_ids))
             if at:
                 self.places.stop(self, at, turn.part.sample)
@@ -189,12 +192,19 @@ class Trajectory:
     def _end_turn(self, turn: _Turn) -> None:
         part = turn.part
         made = TurnTokens(part.token_ids, part.logprobs, part.spans, part.finish or FINISH_LENGTH)
-        self._turn, self.instance, self.last_finish = None, "", made.finish
+        self._turn, self.instance, self.last_finish, self.holder = None, "", made.finish, part.holder
         self.num_turns += 1
         self.token_ids += part.token_ids
         self.longest = max(self.longest, len(turn.request.prompt_ids) + len(part.token_ids))
         if not turn.done.done():
             turn.done.set_result(made)
+
+    def forget(self, instance: str) -> None:
+        """`instance` is gone, and all that it held."""
+        if self.holder == instance:
+            self.holder = ""
+        if self._turn is not None:
+            self._turn.part.forget(instance)
 
     def lost(self) -> None:
         """Its instance is gone: what was streamed of the turn is kept, the rest is made elsewhere."""

@@ -97,6 +97,30 @@ def test_a_turn_is_a_request_of_its_own_and_goes_on_elsewhere_with_what_it_has()
     played(test)
 
 
+def test_the_next_turn_says_where_the_last_one_was_made() -> None:
+    async def test() -> None:
+        group, _ = make()
+        trajectory = group.trajectories[0]
+
+        async def turn(number: int, instance: str) -> str:
+            task = await begin(trajectory, tuple(range(number)), most=5)
+            [request] = group.requests(instance, [0])
+            assert group.add(chunk(request.samples[0].sample, [4], "stop"), instance) == (True, False)
+            await task
+            return request.samples[0].source
+
+        assert [await turn(2, "i0"), await turn(3, "i1"), await turn(4, "i1"), await turn(5, "i0")] == [
+            "",
+            "i0",
+            "",
+            "i1",
+        ]
+        assert group.lost("i0") == []
+        assert await turn(6, "i1") == ""
+
+    played(test)
+
+
 def test_parts_of_a_turn_are_told_as_they_come() -> None:
     async def test() -> None:
         group, _ = make()
