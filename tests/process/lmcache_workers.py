@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,24 @@ class Worker:
     def held(self) -> dict[str, int]:
         return self.ask("held", [], {})
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It stands still within: all its threads, which takes a busy machine a while."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            until = time.monotonic() + DEADLINE_S
+            tasks = Path(f"/proc/{self.process.pid}/task")
+            while not all(_state(task) == "T" for task in tasks.iterdir()):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -130,11 +129,8 @@ def test_a_transfer_that_takes_too_long_is_given_up(pair: tuple[Worker, Worker])
     source.store(tokens(3500), N, 6.0)
     source.store(tokens(3000), N, 5.0)
     assert target.load(tokens(3000), N)[1] == [5.0] * 4  # the controller knows of both by now
-    os.kill(source.process.pid, signal.SIGSTOP)
-    try:
+    with source.stopped():
         hit, waited_s = target.ask("lookup", tokens(3500), N)
-    finally:
-        os.kill(source.process.pid, signal.SIGCONT)
     assert hit == 0 and TRANSFER_MS / 1000 <= waited_s < 4 * TRANSFER_MS / 1000
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,13 +108,10 @@ def test_another_version_is_a_miss_and_both_may_be_there(fleet: Fleet) -> None:
 def test_a_stopped_source_is_given_up_in_time_and_serves_again_afterwards(fleet: Fleet) -> None:
     ids = tokens(3000)
     fleet.source.store(ids, N, 6.0)
-    os.kill(fleet.source.process.pid, signal.SIGSTOP)
-    try:
+    with fleet.source.stopped():
         end = fleet.target.fetch(ids, N, "i-0", SHORT_S)
         assert (end["tokens"], end["cause"]) == (0, "it took too long")
         assert fleet.target.hit(ids, N) == 0
-    finally:
-        os.kill(fleet.source.process.pid, signal.SIGCONT)
     assert fleet.target.fetch(ids, N, "i-0")["moved"] == len(ids)
     assert fleet.target.load(ids, N)[1] == [6.0] * 4
     wait_until(lambda: fleet.source.held()["kept"] == 0)
@@ -175,13 +170,10 @@ def test_a_sample_reaches_the_engine_once_its_prefix_is_here_or_late(fleet: Flee
     engine = TransferringEngine(inner, WorkerOrders(inner.call_workers), run="run-a", timeout_s=SHORT_S)
     late = replace(moved, prefix_ids=tuple(tokens(40_000)))
     fleet.source.store([*prompt, *late.prefix_ids], N, 5.0)
-    os.kill(fleet.source.process.pid, signal.SIGSTOP)
-    try:
+    with fleet.source.stopped():
         inner.given = [(1, 0)]
         engine.submit(replace(request, samples=(late,)))
         wait_until(served)
-    finally:
-        os.kill(fleet.source.process.pid, signal.SIGCONT)
     assert inner.given == [(1, 0), (0, 2 * CHUNK)] and engine.counts.gave_up == 1
     engine.close()
 
