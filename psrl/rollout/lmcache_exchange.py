@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -50,6 +51,7 @@ class PrefixExchange:
         self._thread = threading.Thread(target=self._run, name="kv-exchange", daemon=True)
         self._thread.start()
         here = Endpoint(address=self._server.endpoint, node=node, pid=os.getpid())
+        atexit.register(self.close)  # a read that goes on must not lose its agent
         publish_next_endpoint(run_dir, endpoint_name(instance, self._tier.rank), here)
 
     def exchange(self, orders: Sequence[PullOrder]) -> list[PullEnd]:
@@ -63,6 +65,7 @@ class PrefixExchange:
         return [self._ends.get() for _ in range(self._ends.qsize())]
 
     def close(self) -> None:
+        """Doing it again is harmless."""
         self._stopping = True
         self._wakeup.set()
         self._thread.join()

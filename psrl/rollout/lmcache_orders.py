@@ -15,7 +15,7 @@ from psrl.net.waiting import Wakeup
 from psrl.rollout.lmcache_messages import PullEnd, PullOrder
 
 ANSWER_TIMEOUT_S = 30.0
-POLL_S = 0.005
+POLL_S = 0.01
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ class Tier:
         self.largest_pull = int(LARGEST_SHARE * (self.memory.nbytes // (-(-nbytes // step) * step)))
         """Chunks that transfers may keep or fill at a time."""
         self.layout = (
-            f"{metadata.model_name}, {self.chunk_size} tokens of {[tuple(s) for s in self._shapes]} {self._dtypes}, "
+            f"{self.chunk_size} tokens of {[tuple(s) for s in self._shapes]} {self._dtypes}, "
             f"rank {self.rank} of {metadata.world_size}"
         )
         """What a chunk here is; chunks of workers that say the same can be exchanged."""
