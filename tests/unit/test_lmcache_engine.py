@@ -138,6 +138,15 @@ def test_a_sample_goes_on_at_its_deadline_with_what_there_is(caplog: pytest.LogC
     assert instance.inner.submitted == [(1, 0), (2, 0)] and instance.engine.counts.gave_up == 2
 
 
+def test_samples_that_are_ready_together_keep_their_own_requests() -> None:
+    instance = Instance()
+    for group in (1, 2):
+        instance.submit(group, "a", "b")
+    instance.orders.ends = [PullEnd(pull=pull, tokens=4, moved=4) for pull in (0, 1, 2)]
+    instance.engine.step()
+    assert instance.inner.submitted == [(1, 0), (1, 1), (2, 0)]
+
+
 def test_nothing_there_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     instance = Instance()
     instance.submit(1, "a")

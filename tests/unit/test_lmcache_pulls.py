@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,8 +59,10 @@ class FakeTier:
 class FakeRead:
     def __init__(self) -> None:
         self.state, self.released = "PROC", False
+        self.looked: Callable[[], None] = lambda: None
 
     def done(self) -> bool:
+        self.looked()
         if self.state == "ERR":
             raise TransferError("the transfer ended with an error")
         return self.state == "DONE"
@@ -212,6 +215,15 @@ def test_bytes_that_arrive_after_the_lease_are_not_used() -> None:
     target.start(1, chunks=2, timeout_s=2.0)
     target.answer(1, chunks=2)
     target.now = 2.5  # this process stood still: the read is done but nobody looked
+    assert target.arrive() == [PullEnd(pull=1, cause="it took too long")]
+    assert target.tier.here == {}
+
+
+def test_the_lease_is_looked_at_after_the_read() -> None:
+    target = Target()
+    target.start(1, chunks=1, timeout_s=2.0)
+    target.answer(1, chunks=1)
+    target.agent.reads[0].looked = lambda: setattr(target, "now", 2.5)  # stood still just then
     assert target.arrive() == [PullEnd(pull=1, cause="it took too long")]
     assert target.tier.here == {}
 
