@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from psrl.protocol.generation import FINISH_ABORT, EngineStats, GenerateRequest, SampleRequest, TokenChunk
+from psrl.protocol.generation import FINISH_ABORT, CacheEvents, EngineStats, GenerateRequest, SampleRequest, TokenChunk
 from psrl.rollout.cache_identity import cache_identity
 from psrl.rollout.engines.base import Engine, InWorkers
 from psrl.rollout.engines.requests import last_chunk
@@ -164,6 +164,9 @@ class TransferringEngine:
         return msgspec.structs.replace(stats, running=stats.running + len(self._waiting))
 
     # ---- the rest is the engine's ------------------------------------------------------------------------------
+
+    def cache_events(self) -> CacheEvents | None:
+        return self._engine.cache_events()
 
     def weight_specs(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return self._engine.weight_specs()
