@@ -11,6 +11,7 @@ import pytest
 
 from psrl.protocol.generation import (
     FINISH_ABORT,
+    CacheEvents,
     EngineStats,
     GenerateRequest,
     SampleRequest,
@@ -52,6 +53,9 @@ class FakeEngine:
 
     def due_in_s(self) -> float:
         return float("inf")
+
+    def cache_events(self) -> CacheEvents:
+        return CacheEvents(removed=[1])
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.submitted))
@@ -186,6 +190,7 @@ def test_the_rest_is_the_engines_own() -> None:
     instance = Instance()
     instance.engine.update_weights(4, [])
     assert instance.engine.version == 4 and isinstance(instance.engine, Workers)
+    assert instance.engine.cache_events().removed == [1]
     instance.engine.sleep()
     assert instance.engine.version == -1
 
