@@ -15,6 +15,7 @@ from psrl.config.routing_checks import BY_COST_MODEL
 from psrl.config.schema import Config
 from psrl.config.simulation import CostConfig, SimulationConfig
 from psrl.configured_routing import make_router
+from psrl.configured_sessions import session_settings
 from psrl.coordinator.core import Coordinator
 from psrl.coordinator.placing import PromptFacts
 from psrl.coordinator.prompts import PromptSource
@@ -96,6 +97,7 @@ def make_coordinator(config: Config, simulation: SimulationConfig) -> Coordinato
     own = dataclasses.replace(
         settings(nowhere),  # type: ignore[arg-type]
         validation=None,
+        sessions=session_settings(config),  # turns are simulation.environment's, whatever loop would play them
         max_instances=p.deployment.n_rollout_instances,
         startup_timeout_s=NEVER_S,
         missing_timeout_s=NEVER_S,
