@@ -26,6 +26,7 @@ LONGEST = (
     "test_mini_slurm",
     "test_replay",
     "test_templates",
+    "test_sessions_run",
     "test_redundancy",
     "test_elastic",
     "test_join",
@@ -33,6 +34,8 @@ LONGEST = (
     "test_examples_submitted",
     "test_weight_channel",
     "test_routing_live",
+    "test_broadcast",
+    "test_examples_run",
 )
 """Files of minutes, those that wait for Slurm among those that compute."""
 

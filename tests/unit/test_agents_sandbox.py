@@ -86,21 +86,22 @@ LEAVES_CHILDREN = """
 @both_kinds
 @pytest.mark.parametrize("stays", [False, True])
 def test_nothing_is_left_of_what_it_started(tmp_path: Path, isolated: bool, stays: bool) -> None:
-    before = _descendants_marked()
+    before = _left_in(tmp_path)
     limits = Limits(timeout_s=8 if stays else 60)
     done = run(LEAVES_CHILDREN + ("    time.sleep(600)\n" if stays else ""), tmp_path, limits, isolated=isolated)
     assert done.output == "started\n"
     assert done.ended == ("killed after 8 s" if stays else "")
-    assert _descendants_marked() <= before
+    assert _left_in(tmp_path) <= before
 
 
-def _descendants_marked() -> set[int]:
-    """Processes of any sandbox."""
+def _left_in(directory: Path) -> set[int]:
+    """Processes of this test's sandboxes; others may run beside it."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if f"{MARK}=".encode() in (entry / "environ").read_bytes():
+                environment = (entry / "environ").read_bytes()
+                if f"{MARK}=".encode() in environment and bytes(directory) in environment:
                     found.add(int(entry.name))
             except OSError:
                 continue
@@ -121,18 +122,18 @@ BOMB = """
 
 @needs_namespaces
 def test_a_fork_bomb_is_held(tmp_path: Path) -> None:
-    before = _descendants_marked()
+    before = _left_in(tmp_path)
     done = run(BOMB, tmp_path, Limits(timeout_s=30.0, processes=16))
     assert done.ended == "killed with more than 16 processes"
-    assert _descendants_marked() <= before
+    assert _left_in(tmp_path) <= before
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="RLIMIT_NPROC does not bind root")
 def test_a_fork_bomb_is_held_without_namespaces(tmp_path: Path) -> None:
-    before = _descendants_marked()
+    before = _left_in(tmp_path)
     done = run(BOMB, tmp_path, Limits(timeout_s=3.0, processes=16), isolated=False)
     assert done.ended == "killed after 3 s"
-    assert _descendants_marked() <= before
+    assert _left_in(tmp_path) <= before
 
 
 @needs_namespaces
@@ -202,9 +203,9 @@ def test_a_cancelled_program_is_gone(tmp_path: Path, isolated: bool) -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
 
-    before = _descendants_marked()
+    before = _left_in(tmp_path)
     asyncio.run(cancel_it())
-    assert _descendants_marked() <= before
+    assert _left_in(tmp_path) <= before
 
 
 @both_kinds
@@ -217,16 +218,16 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path, isolate
         argv = [sys.executable, "-c", code]
         asyncio.run(run_program(argv, cwd=Path({str(tmp_path)!r}), limits=Limits(timeout_s=600), isolated={isolated}))
     """
-    before = _descendants_marked()
+    before = _left_in(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(starter)])
     deadline = time.monotonic() + 60
     while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    while _descendants_marked() - before and time.monotonic() < deadline:
+    while _left_in(tmp_path) - before and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert _descendants_marked() <= before
+    assert _left_in(tmp_path) <= before
 
 
 @both_kinds
