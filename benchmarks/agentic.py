@@ -46,6 +46,15 @@ ON_CPU = [
     f"{ROLLOUT}kv_cache_tokens=8192", f"{ROLLOUT}max_num_seqs=32",
     "psrl.deployment.train_cores=[0]", "psrl.deployment.rollout_cores=[1]",
 ]  # fmt: skip
+ON_GPU = [
+    "trainer.device=cuda", "trainer.gpu_memory_fraction=0.3", f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16",
+    f"{ROLLOUT}gpu_memory_utilization=0.2", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=16", "psrl.rollout_n=8",
+    f"{ROLLOUT}engine_kwargs.vllm.num_gpu_blocks_override=4096",  # of 16 tokens
+    "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=3072",
+    f"{ROLLOUT}multi_turn.environment_params={{turns: 8, tokens: 256, seconds: 1.0}}", f"{ROLLOUT}multi_turn.max_tokens_per_turn=96",
+    "train_actor_rollout_ref.actor.mixed_precision=bfloat16", "train_actor_rollout_ref.actor.gradient_checkpointing=True",
+    "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
+]  # fmt: skip
 STICKY = f"{ROUTING}enable_trajectory_sticky=True"
 CASES: dict[str, list[str]] = {
     "request_num_balance": [],
@@ -60,30 +69,37 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--gpu", action="store_true", help="vLLM on one GPU, a random 0.6B model, longer conversations")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides for every case")
     args = parser.parse_args()
-    print(f"{describe_machine()}\n{args.steps} steps, one run each; trainer on core 0, two instances on core 1\n")
+    where = "trainer and two vLLM instances on one GPU" if args.gpu else "trainer on core 0, two instances on core 1"
+    print(f"{describe_machine()}\n{args.steps} steps, one run each; {where}\n")
     print(
         f"{'':26} {'step s':>8} {'trajectories/h':>15} {'speed-up':>9} {'tokens/s':>9} {'busy ms/turn':>13} {'computed tokens/turn':>21} {'prefix hits':>12}  sessions",
         flush=True,
     )
     with contextlib.ExitStack() as stack:
         scratch = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psrl-agentic-")))
-        base = scratch / "base"
-        launch(base, [*COMMON, *ON_CPU, *args.set, "trainer.total_training_steps=1"])
+        own = [*COMMON, *(ON_GPU if args.gpu else ON_CPU), *args.set]
+        model = gpu_model(scratch) if args.gpu else cpu_model(scratch, own)
         first = 0.0
         for number, name in enumerate(args.only):
             run_dir = scratch / f"{number:02}"
-            shared = [
-                *COMMON,
-                *ON_CPU,
-                *args.set,
-                f"model={base / 'model'}",
-                f"trainer.total_training_steps={args.steps}",
-            ]
-            launch(run_dir, [*shared, *CASES[name]])
-            first = report(name, run_dir, first)
+            launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *CASES[name]])
+            first = report(name, run_dir, first, 96 if args.gpu else TURN_TOKENS)
     return 0
+
+
+def cpu_model(scratch: Path, overrides: list[str]) -> Path:
+    launch(scratch / "base", [*overrides, "trainer.total_training_steps=1"])
+    return scratch / "base" / "model"
+
+
+def gpu_model(scratch: Path) -> Path:
+    from gpu_headline import random_model
+
+    random_model("0.6b", 4096, scratch / "model-0.6b", "cuda")
+    return scratch / "model-0.6b"
 
 
 def launch(run_dir: Path, overrides: list[str]) -> None:
@@ -94,7 +110,7 @@ def launch(run_dir: Path, overrides: list[str]) -> None:
     subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, env=environment)
 
 
-def report(name: str, run_dir: Path, first: float) -> float:
+def report(name: str, run_dir: Path, first: float, turn_tokens: int) -> float:
     """Print a line; returns the trajectories an hour that speed-ups refer to."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     steady = rows[WARMUP:-1]
@@ -110,7 +126,7 @@ def report(name: str, run_dir: Path, first: float) -> float:
     computed = sum(w.get("prompt_tokens", 0) for w in work)
     hits = sum(w.get("prefix_hit_tokens", 0) for w in work)
     busy = sum(w.get("busy_s", 0) for w in work)
-    turns = sum(w.get("generated_tokens", 0) for w in work) / TURN_TOKENS
+    turns = sum(w.get("generated_tokens", 0) for w in work) / turn_tokens
     sessions = " ".join(
         f"{key.rpartition('/')[2]}={rows[-1][key]:g}" for key in sorted(rows[-1]) if key.startswith("rollout/sessions/")
     )
