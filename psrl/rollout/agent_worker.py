@@ -182,6 +182,8 @@ class AgentLoop:
         group = work.assignment.group
         if not self.connections.has(instance):
             self.link.send(c.SampleMoves(left=[(group, instance, len(samples))]))
+            for sample in samples:
+                work.samples[sample].lost()
             if unfinished := [(group, sample) for sample in samples if not work.samples[sample].finish]:
                 self.ask(unfinished)
         else:

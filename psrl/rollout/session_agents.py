@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Collection, Sequence
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from psrl.sessions.serve import SessionServer
 
 log = logging.getLogger("psrl.agent_loop")
+
+WATCH_S = 1.0
 
 
 def _server(store: RunSessions, token: str, host: str) -> SessionServer:
@@ -71,6 +74,13 @@ class SessionAgents:
             published = Published(address=self.server.url, node=self.role.node, pid=os.getpid())
             publish_next_endpoint(self.role.run_dir, self.role.name + SUFFIX, published)
             log.info("sessions are served at %s", self.server.url)
+            self.home.spawn(self._watch(self.server))
+
+    async def _watch(self, server: SessionServer) -> None:
+        """An endpoint that is gone ends this process: nobody waits for answers that cannot come."""
+        while not server.failed:
+            await asyncio.sleep(WATCH_S)
+        raise RuntimeError(f"the session endpoint {server.url} has ended by itself")
 
     async def close(self) -> None:
         if self.server is not None:
