@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
+from psrl.agents.base import Endpoint
+from psrl.agents.select import make_agent
 from psrl.config.checks import check_data_size
 from psrl.config.colocate_checks import refuse_without_saver
 from psrl.config.errors import ConfigError
@@ -37,6 +39,8 @@ log = logging.getLogger("psrl.prepare")
 
 PROMPTS = "prompts.bin"
 EXIT_REFUSED = 2
+NO_ENDPOINT = Endpoint("http://127.0.0.1:0", "")
+"""For agents that are built only to see whether they can be."""
 
 
 def prepare_run(run_dir: RunDir) -> None:
@@ -60,7 +64,8 @@ def prepare_run(run_dir: RunDir) -> None:
 
 
 def check_inputs(config: Config) -> Task:
-    """The task, if its data fills a buffer, its rewards can be computed and the model is there. ConfigError if not."""
+    """The task, if its data fills a buffer, its rewards can be computed, agents can be made and the model is there. ConfigError
+    if not."""
     task = training_task(config, build_task(task_spec(config)))
     enough = config.psrl.staleness_buffer_entries
     found = sum(1 for _ in islice(task.items(), enough))
@@ -71,6 +76,7 @@ def check_inputs(config: Config) -> Task:
     check_data_size(config, found, skipped=0)  # before anything slow
     check_model(config)
     check_cost_model(config)
+    make_agent(config, NO_ENDPOINT)
     check_scoring(config)
     return task
 

@@ -175,6 +175,21 @@ def test_black_boxes_are_trained_from_what_was_captured(new_run: NewRun, taught_
     assert max(s.metrics["num_turns"] for g in groups for s in g.samples[:3]) >= 3
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {f"{ROLLOUT}.agent.default_agent_loop": "black_box_agent", f"{ROLLOUT}.agent.black_box.function": "nope:play"},
+        {f"{ROLLOUT}.agent.default_agent_loop": "tool_agent", f"{ROLLOUT}.multi_turn.environment": "nope:Play"},
+    ],
+)
+def test_agents_that_cannot_be_made_are_refused_before_anything_starts(
+    new_run: NewRun, taught_model: Path, own: dict[str, object]
+) -> None:
+    run = new_run(HIDDEN_SUM | own | {"model": taught_model})
+    assert run.launch() == 2, run.story()
+    assert "importing nope failed" in run.output.splitlines()[-1] and run.records() == []
+
+
 def test_guests_talk_to_the_policy_while_it_trains(new_run: NewRun, taught_model: Path) -> None:
     serving: Mapping[str, object] = {
         "model": taught_model,
