@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from psrl.config.agents import SINGLE_TURN
 from psrl.config.schema import Config
 from psrl.coordinator.sessions.settings import SessionSettings
-
-
-def plays_turns(config: Config) -> bool:
-    """Whether samples are conversations: a single response is no session, so there is nothing to schedule between turns."""
-    return config.gen_actor_rollout_ref.rollout.agent.default_agent_loop != SINGLE_TURN
 
 
 def session_settings(config: Config) -> SessionSettings | None:

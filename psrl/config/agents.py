@@ -34,6 +34,11 @@ class AgentConfig:
     black_box: BlackBoxConfig = field(default_factory=BlackBoxConfig)
 
 
+def plays_turns(agent: AgentConfig) -> bool:
+    """Whether samples are conversations: a single response has no session, and nothing happens between its turns."""
+    return agent.default_agent_loop != SINGLE_TURN
+
+
 @dataclass
 class SandboxConfig:
     timeout_s: float = 10.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psrl.config.agents import SINGLE_TURN
+from psrl.config.agents import SINGLE_TURN, plays_turns
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.config.session_strategy import ThunderAgentConfig
@@ -51,7 +51,7 @@ def session_warnings(config: Config) -> list[str]:
     if not thunder.enable:
         return [f"{PREFIX} has no effect with {PREFIX}.enable=False"] if thunder != ThunderAgentConfig() else []
     warnings = []
-    if config.gen_actor_rollout_ref.rollout.agent.default_agent_loop == SINGLE_TURN:
+    if not plays_turns(config.gen_actor_rollout_ref.rollout.agent):
         warnings.append(
             f"{PREFIX}.enable=True has nothing to schedule: {LOOP}={SINGLE_TURN} makes a sample in one turn"
         )

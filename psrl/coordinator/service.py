@@ -11,10 +11,11 @@ import os
 import resource
 import time
 
+from psrl.config.agents import plays_turns
 from psrl.config.redundancy import redundant_sizes
 from psrl.config.schema import Config
 from psrl.configured_routing import make_placing, make_router, prompt_facts
-from psrl.configured_sessions import plays_turns, session_settings
+from psrl.configured_sessions import session_settings
 from psrl.configured_sync import migration_settings, sync_settings
 from psrl.configured_validation import append_validations, validation_settings
 from psrl.coordinator.core import Coordinator, Settings
@@ -230,7 +231,7 @@ def settings(role: Role) -> Settings:
         sync=sync_settings(config),
         placing=make_placing(config),
         migration=migration_settings(config),
-        sessions=session_settings(config) if plays_turns(config) else None,
+        sessions=session_settings(config) if plays_turns(config.gen_actor_rollout_ref.rollout.agent) else None,
         validation=validation_settings(config, role.run_dir),
         colocate=p.colocate,
     )

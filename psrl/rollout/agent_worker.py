@@ -196,17 +196,15 @@ class AgentLoop:
 
     def ask(self, samples: list[tuple[int, int]], reason: str = "", instance: str = "") -> None:
         """Where shall these (group, sample) pairs go on, all of which were at `instance`?"""
-        works = {group: self.held[group].work for group, _ in samples}
-        contexts = [works[group].context(sample) for group, sample in samples]
+        asked = [(self.held[group].work, sample) for group, sample in samples]
+        size = self.block_size
         self.link.send(
             c.RouteRequest(
                 samples=samples,
                 reason=reason,
                 instance=instance,
-                tokens=[
-                    len(ids) - len(works[group].prompt_ids) for (group, _), ids in zip(samples, contexts, strict=True)
-                ],
-                blocks=[block_names(ids, self.block_size) for ids in contexts] if self.block_size else [],
+                tokens=[work.response_tokens(sample) for work, sample in asked],
+                blocks=[block_names(work.context(sample), size) for work, sample in asked] if size else [],
             )
         )
 

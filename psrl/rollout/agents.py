@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from psrl.agents.base import AgentPrompt
-from psrl.config.agents import SINGLE_TURN
+from psrl.config.agents import plays_turns
 from psrl.models.tokenizer import ChatTokenizer
 from psrl.protocol.control import Assignment
 from psrl.protocol.generation import SamplingParams, TokenChunk
@@ -95,7 +95,7 @@ def make_agents(
 ) -> Agents:
     """What the configuration asks for. The web server is imported only where there is something to serve or to play."""
     agent = role.config.gen_actor_rollout_ref.rollout.agent
-    if agent.default_agent_loop == SINGLE_TURN and not agent.serve_sessions:
+    if not plays_turns(agent) and not agent.serve_sessions:
         return NoAgents()
     from psrl.rollout.session_agents import SessionAgents
 

@@ -154,6 +154,10 @@ class GroupWork:
         """Samples that wait for an instance."""
         return [s.sample for s in self.samples if s.looking]
 
+    def response_tokens(self, sample: int) -> int:
+        """Tokens of a sample after the group's prompt so far."""
+        return len(self.samples[sample].token_ids)
+
     def context(self, sample: int) -> Sequence[int]:
         """All tokens of a sample so far, the prompt's first."""
         return (*self.prompt_ids, *self.samples[sample].token_ids)
@@ -177,13 +181,8 @@ class GroupWork:
 
     def group(self, scores: Sequence[Scored]) -> Group:
         """The finished group, ready to be sealed; `scores` are those of the samples `kept`."""
-        return Group(
-            group=self.assignment.group,
-            data_epoch=self.assignment.data_epoch,
-            prompt=self.assignment.prompt,
-            version=self.assignment.version,
-            prompt_ids=np.asarray(self.prompt_ids, dtype="<i4").tobytes(),
-            samples=[
+        return self._group(
+            [
                 Sample(
                     response_ids=np.asarray(s.token_ids, dtype="<i4").tobytes(),
                     logprobs=np.asarray(s.logprobs, dtype="<f4").tobytes(),
@@ -195,7 +194,17 @@ class GroupWork:
                     greedy=s.greedy,
                 )
                 for s, score in zip(self._kept_samples(), scores, strict=True)
-            ],
+            ]
+        )
+
+    def _group(self, samples: list[Sample]) -> Group:
+        return Group(
+            group=self.assignment.group,
+            data_epoch=self.assignment.data_epoch,
+            prompt=self.assignment.prompt,
+            version=self.assignment.version,
+            prompt_ids=np.asarray(self.prompt_ids, dtype="<i4").tobytes(),
+            samples=samples,
         )
 
     def trainable_tokens(self, scores: Sequence[Scored]) -> list[int]:

@@ -60,10 +60,10 @@ class SessionAgents:
         turns = config.gen_actor_rollout_ref.rollout.multi_turn.max_assistant_turns
         limits = SessionLimits() if turns is None else SessionLimits(max_turns=turns)
         self.store = RunSessions(config.model.name, tokenizer, self.guests, config.seed, limits)
-        self.token = session_token(load_keys(role.run_dir))
         serves = agent.serve_sessions or agent.default_agent_loop == BLACK_BOX
-        self.server = _server(self.store, self.token, role.address) if serves else None
-        endpoint = Endpoint(self.server.url, self.token) if self.server is not None else None
+        token = session_token(load_keys(role.run_dir)) if serves else ""
+        self.server = _server(self.store, token, role.address) if serves else None
+        endpoint = Endpoint(self.server.url, token) if self.server is not None else None
         player = make_agent(config, endpoint)
         self.host = SessionHost(home, player, self.store) if player is not None else None
 

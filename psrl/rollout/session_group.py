@@ -84,6 +84,9 @@ class SessionGroup(GroupWork):
             self.ended_turns.append((sample, instance, trajectory.longest))
         return left, route
 
+    def response_tokens(self, sample: int) -> int:
+        return max(0, self.trajectories[sample].turn_tokens - len(self.prompt_ids))
+
     def context(self, sample: int) -> Sequence[int]:
         return self.trajectories[sample].turn_ids
 
@@ -124,13 +127,8 @@ class SessionGroup(GroupWork):
 
     def group(self, scores: Sequence[Scored]) -> Group:
         arrays = self._arrays()
-        return Group(
-            group=self.assignment.group,
-            data_epoch=self.assignment.data_epoch,
-            prompt=self.assignment.prompt,
-            version=self.assignment.version,
-            prompt_ids=np.asarray(self.prompt_ids, dtype="<i4").tobytes(),
-            samples=[
+        return self._group(
+            [
                 Sample(
                     response_ids=np.asarray(arrays[i].response_ids, dtype="<i4").tobytes(),
                     logprobs=np.asarray(arrays[i].rollout_log_probs, dtype="<f4").tobytes(),
@@ -142,7 +140,7 @@ class SessionGroup(GroupWork):
                     greedy=self.trajectories[i].greedy,
                 )
                 for i, score in zip(self.kept(), scores, strict=True)
-            ],
+            ]
         )
 
     def trainable_tokens(self, scores: Sequence[Scored]) -> list[int]:

@@ -147,6 +147,11 @@ class Trajectory:
         return self._turn is None and not self.instance and not self.finish and bool(self.last_instance)
 
     @property
+    def turn_tokens(self) -> int:
+        """How many `turn_ids` are."""
+        return len(self._turn.request.prompt_ids) + len(self._turn.part.token_ids) if self._turn is not None else 0
+
+    @property
     def turn_ids(self) -> tuple[int, ...]:
         """All tokens of the turn in hand, its prompt's first; empty between turns."""
         return (*self._turn.request.prompt_ids, *self._turn.part.token_ids) if self._turn is not None else ()

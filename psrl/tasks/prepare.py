@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from psrl.config.agents import SINGLE_TURN
+from psrl.config.agents import plays_turns
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.models.tokenizer import ChatTokenizer
@@ -35,7 +35,7 @@ def prepare(config: Config, task: Task, tokenizer: ChatTokenizer, path: Path) ->
     if path.exists():
         return PreparedReader(path).stats
     stats = PreparedStats()
-    with_messages = config.gen_actor_rollout_ref.rollout.agent.default_agent_loop != SINGLE_TURN
+    with_messages = plays_turns(config.gen_actor_rollout_ref.rollout.agent)
     with PreparedWriter(path) as writer:
         tokens = 0
         for item in task.items():

@@ -73,7 +73,7 @@ def check_capture(sample: Sample) -> None:
     assert len(mask) == len(logprobs) == len(ids(sample.response_ids))
     covered = {i for span in sample.spans for i in range(span.start, span.end)}
     assert covered == {i for i, by_model in enumerate(mask) if by_model}
-    assert all((score != 0.0) == bool(by_model) or by_model for score, by_model in zip(logprobs, mask, strict=True))
+    assert {score for score, by_model in zip(logprobs, mask, strict=True) if not by_model} <= {0.0}
 
 
 def conversation(run: Run, group: Group, sample: Sample) -> str:
@@ -129,11 +129,10 @@ def test_an_agent_loop_that_dies_costs_conversations_not_groups(new_run: NewRun,
 
 
 BLACK_BOX = '''
-import os, signal, time
 from openai import OpenAI
 
 def play(base_url, api_key, prompt):
-    """Half of the conversations end badly, in every way there is."""
+    """The last sample of each group raises in its second turn."""
     client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=60)
     messages = list(prompt["messages"])
     values = prompt["extra_info"]["values"]
