@@ -99,8 +99,15 @@ class SessionHost:
         session = playing.sessions[sample] = self.store.open(session_id(work, sample), trajectory)
         try:
             ending = await self.agent.run(session, prompt)
-        except SessionOverError:
-            return
+        except SessionOverError as error:
+            if trajectory.finish:  # with its group
+                return
+            ending = Ending(failed=f"its session is over: {error}")  # a client ended it, or it was given up
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # by us: the group is complete, or given up
+                raise
+            ending = Ending(failed="its agent cancelled itself")
         except Exception as error:  # an agent is anybody's code
             log.exception("group %d sample %d: its agent failed", group, sample)
             ending = Ending(failed=f"{type(error).__name__}: {error}")
