@@ -3,7 +3,7 @@
     python benchmarks/agentic.py [--steps N] [--only NAME ...] [--keep DIR] [--gpu]
 
 Each conversation is a long system message that all share and turns of a drawn text each way, after an environment's lognormal
-time (agentic_environment.py). The KV caches of the two instances hold about half of the conversations that are open. Nothing is
+time (agentic_environment.py). The KV caches of the two instances hold about half of the conversations that are open, at their full length. Nothing is
 learned, so all runs do the same work. "busy ms/turn" is what engines spent on a turn: the rollout's cost, whatever the trainer
 takes. `--gpu`: a random 0.6B model, two vLLM instances and the trainer share one GPU.
 """
