@@ -93,6 +93,21 @@ def die_half_way(given: list[WeightShard], layout: ShardLayout, payload: torch.T
     raise AssertionError
 
 
+def kill_for_good(pid: int) -> None:
+    """Somebody else's child; what it held can be read until it has really ended, which takes a busy machine a while."""
+    os.kill(pid, signal.SIGKILL)
+    while state_of(pid) not in ("", "Z"):
+        time.sleep(0.001)
+
+
+def state_of(pid: int) -> str:
+    """As in /proc: Z once it has ended and waits for its parent, nothing when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def publisher_main(channel: str, run_dir: str, rank: str, num_ranks: str, mib: str) -> None:
     publisher = make_publisher(channel, RunDir(Path(run_dir)), int(rank), int(num_ranks))
     publisher.serve()
@@ -129,7 +144,7 @@ def reader_main(channel: str, run_dir: str, mib: str) -> None:
             if "stop" in command:
                 os.kill(command["stop"], signal.SIGSTOP)
             if "kill" in command:
-                os.kill(command["kill"], signal.SIGKILL)
+                kill_for_good(command["kill"])
             if "announce" in command:
                 answer({"started": True})
 
