@@ -3,6 +3,7 @@ setting after the other.
 
     python benchmarks/gpu_headline.py [--gpus 2] [--size 1.7b] [--steps 12] [--out runs/headline] [--minutes 9] [--at-once 4]
     python benchmarks/gpu_headline.py --size 0.6b --groups 16 --mean 256 --cap 2048 --steps 9     # a short one
+    python benchmarks/gpu_headline.py --gpus 1 [--at-once 2] ...                    # trainer and engine by halves on one GPU, or in turns
     python benchmarks/gpu_headline.py --device cpu --model tiny [--steps 20]        # a check of this script
 
 A Qwen3-shaped model with random weights; every response ends at a length drawn for its sample (lognormal, --mean, cut at --cap), so
@@ -69,6 +70,22 @@ def settings(groups: int) -> dict[str, list[str]]:
     return found
 
 
+def settings_of_one_gpu() -> dict[str, list[str]]:
+    """Trainer and engine side by side on one GPU, half of the memory each; or in turns, with most of it each."""
+    partial = f"{COORDINATION}.partial_rollout.enable"
+    found = {"synchronous": [f"{P}.staleness=0", f"{partial}=False"]}
+    for n in (1, 2, 3):
+        found[f"staleness {n}"] = [f"{P}.staleness={n}", f"{partial}=False"]
+        found[f"staleness {n} partial"] = [f"{P}.staleness={n}", f"{partial}=True"]
+    turns = [
+        *found["synchronous"], f"{P}.colocate=True", "trainer.gpu_memory_fraction=0.9", f"{ROLLOUT}.gpu_memory_utilization=0.8"
+    ]  # fmt: skip
+    found["in turns"] = turns
+    found["in turns tms"] = [*turns, f"{P}.tms.range=all", f"{P}.tms.enable_cuda_graph=True"]
+    found["in turns tms nixl"] = [*found["in turns tms"], f"{P}.tms.enable_nixl=True"]
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=DEFAULTS, default="cuda")
@@ -95,7 +112,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     common = [*workload(args), *args.extra]
     remember(args.out / "workload.json", common)
-    chosen = {name: own for name, own in settings(args.groups).items() if not args.only or name in args.only}
+    known = settings_of_one_gpu() if args.gpus == 1 else settings(args.groups)
+    chosen = {name: own for name, own in known.items() if not args.only or name in args.only}
     run_all(args, common, {name: own for name, own in chosen.items() if not completed(place(args.out, name))})
     rows = {name: measure(path, args.gpus) for name in chosen if completed(path := place(args.out, name))}
     predict(rows, chosen, common, args.out, args.steps)
@@ -178,6 +196,8 @@ def workload(args: argparse.Namespace) -> list[str]:
             f"{ACTOR}.mixed_precision=bfloat16", f"{ACTOR}.gradient_checkpointing=True",
             f"{ACTOR}.ppo_max_token_len_per_gpu={max(32768, args.cap + PROMPT_TOKENS)}",
         ]  # fmt: skip
+        if args.gpus == 1:
+            overrides += ["trainer.gpu_memory_fraction=0.45", f"{ROLLOUT}.gpu_memory_utilization=0.45"]
     return [*overrides, f"model={model(args)}"]
 
 

@@ -1,9 +1,10 @@
-"""vLLM through psrl's engine against bare AsyncLLM, and what a switch of weights costs. One GPU (or a CPU, for a look).
+"""vLLM through psrl's engine against bare AsyncLLM, and what pulls and switches of weights cost it. One GPU (or a CPU, for a look).
 
-    python benchmarks/gpu_rollout.py [--samples 256] [--new-tokens 512] [--size 0.6b] [--out FILE]
+    python benchmarks/gpu_rollout.py [--samples 256] [--new-tokens 512] [--size 0.6b] [--routes vram shm] [--out FILE]
 
-Both decode the same prompts with the same vLLM settings, one after the other in this process (each with an engine core of its own,
-the other's being closed), and say what they found as soon as they know it; nothing is downloaded, weights are random.
+All decode the same prompts with the same vLLM settings, one after the other in this process (each with an engine core of its own,
+the other's being closed), and say what they found as soon as they know it; nothing is downloaded, weights are random. psrl gives
+each sample a seed of its own, so it is measured without them, too. See `rollout_pulls.py` for the rest.
 """
 
 from __future__ import annotations
@@ -11,35 +12,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
+import rollout_pulls
 import torch
-from transformers import Qwen3Config
+from trainer_models import SIZES, shape
 
 from psrl.models.load import checkpoint_specs
 from psrl.net.waiting import wait
 from psrl.protocol.generation import GenerateRequest, SampleRequest, SamplingParams
+from psrl.rollout.engines import vllm_engine
 from psrl.rollout.engines.vllm_arguments import engine_arguments
 from psrl.rollout.engines.vllm_engine import VllmEngine
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-}
 GROUP = 8
 """Samples of one prompt."""
 DEADLINE_S = 300.0
@@ -47,16 +44,9 @@ DEADLINE_S = 300.0
 
 def make_model(size: str, directory: Path) -> None:
     """A Qwen3-shaped directory without weights: vLLM begins with random ones, psrl sends others."""
-    tiny = size == "tiny"
-    Qwen3Config(
-        vocab_size=512 if tiny else 151_936,
-        num_key_value_heads=2 if tiny else 8,
-        head_dim=32 if tiny else 128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"],
-        **SIZES[size],
-    ).save_pretrained(directory)
+    config = shape(size)
+    config.update({"architectures": ["Qwen3ForCausalLM"]})
+    config.save_pretrained(directory)
 
 
 def prompts(args: argparse.Namespace, vocab: int, turn: int) -> list[list[int]]:
@@ -91,48 +81,26 @@ def through_psrl(engine: VllmEngine, args: argparse.Namespace, vocab: int, turn:
     return tokens / (time.perf_counter() - begun)
 
 
-def switches(engine: VllmEngine, args: argparse.Namespace, vocab: int) -> dict[str, Any]:
-    """Switch weights while all samples decode: seconds in which the caller waits, and the longest gap between two steps of
-    the engine around a switch, beside its usual one. Samples go on through all of them."""
-    weights = [(name, 0.02 * torch.randn(shape).to(dtype)) for name, (shape, dtype) in engine.weight_specs().items()]
-    for request in requests(args, vocab, 4 * args.new_tokens, turn=-1):
-        engine.submit(request)
-    arrivals: list[float] = []
-    marks: list[int] = []
-    calls: list[float] = []
-    parts: list[Mapping[str, float]] = []
+def pulls(engine: VllmEngine, args: argparse.Namespace, vocab: int) -> list[rollout_pulls.Row]:
+    """Weights by each route, from a publisher on the same device."""
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
 
-    def watch(steps: int) -> None:
-        until = len(arrivals) + steps
-        while len(arrivals) < until and engine.has_work():
-            wait([engine], DEADLINE_S)
-            if engine.step():
-                arrivals.append(time.perf_counter())
+    def busy() -> None:
+        for request in requests(args, vocab, 4 * args.new_tokens, turn=-1):
+            engine.submit(request)
 
-    watch(20)
-    for version in range(args.switches):
-        begun = time.perf_counter()
-        engine.update_weights(version, weights)
-        calls.append(time.perf_counter() - begun)
-        parts.append(engine.last_switch)
-        marks.append(len(arrivals))
-        watch(40)
-    engine.abort()
-    gaps = [b - a for a, b in itertools.pairwise(arrivals)]
-    usual = statistics.median(gaps)
-    stalls = [gaps[mark - 1] - usual for mark in marks]
-    return {
-        "bytes": sum(tensor.nbytes for _, tensor in weights),
-        "call_s": statistics.median(calls),
-        "parts_s": {name: statistics.median(part[name] for part in parts) for name in parts[0]},
-        "usual_step_s": usual,
-        "stall_s": statistics.median(stalls),
-        "stall_max_s": max(stalls),
-    }
+    rows = []
+    with rollout_pulls.publishing(dict(engine.weight_specs()), device) as run_dir:
+        for route in args.routes:
+            row = rollout_pulls.measure(engine, run_dir, route, busy, args.switches)
+            row["copy_ms"] = rollout_pulls.copy_ms(round(1e9 * row["GB"]), device)
+            rollout_pulls.say(row)
+            rows.append(row)
+    return rows
 
 
-async def bare(arguments: dict[str, Any], args: argparse.Namespace, vocab: int) -> list[float]:
-    """The same with vLLM's own front end."""
+async def bare(arguments: dict[str, Any], turns: Sequence[Sequence[Sequence[int]]], new_tokens: int) -> list[float]:
+    """Tokens a second of each turn but the first, with vLLM's own front end; a turn is its samples' prompts, all there at once."""
     from vllm import SamplingParams as VllmSampling
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
@@ -142,30 +110,25 @@ async def bare(arguments: dict[str, Any], args: argparse.Namespace, vocab: int) 
     usual = {name: value for name, value in arguments.items() if name not in ours}
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**usual, disable_log_stats=True))
 
-    async def one(number: int, ids: list[int], seed: int) -> int:
+    async def one(request: str, ids: Sequence[int]) -> int:
         sampling = VllmSampling(
-            max_tokens=args.new_tokens,
+            max_tokens=new_tokens,
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
-            seed=seed if args.bare_seeds else None,
             output_kind=RequestOutputKind.DELTA,
         )
         made = 0
-        async for output in llm.generate({"prompt_token_ids": ids}, sampling, str(number)):
+        async for output in llm.generate({"prompt_token_ids": list(ids)}, sampling, request):
             made += len(output.outputs[0].token_ids)
         return made
 
     rates = []
-    for turn in range(args.turns + 1):
+    for number, samples in enumerate(turns):
         begun = time.perf_counter()
-        work = [
-            one((turn * args.samples) + GROUP * group + i, ids, GROUP * group + i)
-            for group, ids in enumerate(prompts(args, vocab, turn))
-            for i in range(GROUP)
-        ]
+        work = [one(f"{number}-{i}", ids) for i, ids in enumerate(samples)]
         made = sum(await asyncio.wait_for(asyncio.gather(*work), DEADLINE_S))
-        assert made == args.samples * args.new_tokens, made
+        assert made == len(samples) * new_tokens, made
         rates.append(made / (time.perf_counter() - begun))
     llm.shutdown()
     return rates[1:]
@@ -182,18 +145,6 @@ def say_where(args: argparse.Namespace, start_s: float) -> None:
     )
 
 
-def say_switch(stall: Mapping[str, Any]) -> None:
-    print(
-        f"switch    {stall['bytes'] / 1e9:.2f} GB: the engine stands still {1000 * stall['stall_s']:.1f} ms longer than "
-        f"a step of {1000 * stall['usual_step_s']:.1f} ms (worst {1000 * stall['stall_max_s']:.1f}); "
-        f"the call takes {1000 * stall['call_s']:.1f} ms"
-    )
-    print(
-        "          " + ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in stall["parts_s"].items()),
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="0.6b")
@@ -203,7 +154,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--turns", type=int, default=2, help="timed, after one that is not")
     parser.add_argument("--switches", type=int, default=5)
-    parser.add_argument("--bare-seeds", action="store_true", help="give AsyncLLM's requests seeds too")
+    parser.add_argument(
+        "--routes", nargs="+", default=["vram", "shm"], help="ways of the weights, see psrl.weights.route"
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -231,26 +184,30 @@ def main() -> None:
         )
         start_s = time.perf_counter() - begun
         say_where(args, start_s)
-        ours = [through_psrl(engine, args, vocab, turn) for turn in range(args.turns + 1)][1:]
-        print(f"tokens/s  psrl {statistics.median(ours):,.0f}", flush=True)
-        stall = switches(engine, args, vocab)
-        say_switch(stall)
+        rates = {"seeded": [through_psrl(engine, args, vocab, turn) for turn in range(args.turns + 1)][1:]}
+        print(f"tokens/s  psrl {statistics.median(rates['seeded']):,.0f}", flush=True)
+        with mock.patch.object(vllm_engine, "draw_seed", lambda *_: None):
+            rates["unseeded"] = [through_psrl(engine, args, vocab, 100 + turn) for turn in range(args.turns)]
+        print(f"tokens/s  psrl without seeds {statistics.median(rates['unseeded']):,.0f}", flush=True)
+        rows = pulls(engine, args, vocab)
         engine.close()
         del engine
         gc.collect()
         arguments = engine_arguments(directory, dtype=args.dtype, kv_cache_bytes=None, options=options, **limits)
         if not torch.cuda.is_available():
             arguments["kv_cache_memory_bytes"] = 2**30
-        theirs = asyncio.run(bare(arguments, args, vocab))
-    ratio = statistics.median(ours) / statistics.median(theirs)
-    print(f"tokens/s  bare AsyncLLM {statistics.median(theirs):,.0f}  ratio {ratio:.3f} (goal 0.95)")
+        turns = [[ids for ids in prompts(args, vocab, turn) for _ in range(GROUP)] for turn in range(args.turns + 1)]
+        rates["bare"] = asyncio.run(bare(arguments, turns, args.new_tokens))
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    print(
+        f"tokens/s  bare AsyncLLM {medians['bare']:,.0f}; ratio {medians['seeded'] / medians['bare']:.3f} (goal 0.95), "
+        f"without seeds {medians['unseeded'] / medians['bare']:.3f}"
+    )
     result = {
         **{name: str(value) for name, value in vars(args).items()},
         "start_s": start_s,
-        "psrl_tokens_s": ours,
-        "bare_tokens_s": theirs,
-        "ratio": ratio,
-        "switch": stall,
+        "tokens_s": rates,
+        "weights": rows,
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,7 @@ def measure(run_dir: Path, gpus: int) -> Row:
     """Of a run, without the first steps and the last, which writes a checkpoint."""
     from psrl.telemetry.metrics import read_metrics
     from psrl.telemetry.summary import TRAIN_BUSY, busy_over
-    from psrl.telemetry.timeline import BUSY, PULL, PUSH, SWITCH
+    from psrl.telemetry.timeline import BUSY, PULL, PUSH, SLEEP, SWITCH, WAKE
     from psrl.telemetry.timeline_read import by_name, read_timeline
 
     rows = read_metrics(run_dir / "metrics.jsonl")[WARMUP:-1]
@@ -27,6 +28,12 @@ def measure(run_dir: Path, gpus: int) -> Row:
     windows = [(pushed[WARMUP], pushed[-2])]
     pulls = [s for own in instances for s in own if s.name == PULL and s.start_s >= pushed[0]]
     switches = [s.seconds for own in instances for s in own if s.name == SWITCH and s.start_s >= pushed[0]]
+    changes = [
+        s
+        for own in (*instances, *trainers.values())
+        for s in own
+        if s.name in (SLEEP, WAKE) and s.start_s >= windows[0][0]
+    ]
     step_s = statistics.fmean(row["timing_s/step"] for row in rows)
     tokens = statistics.fmean(row["response_length/mean"] * row["training/num_samples"] for row in rows)
     return {
@@ -38,7 +45,20 @@ def measure(run_dir: Path, gpus: int) -> Row:
         "nbytes": max((s.attributes["nbytes"] for s in pulls), default=0),
         "pull_gb_s": statistics.median(s.attributes["nbytes"] / s.seconds / 1e9 for s in pulls) if pulls else 0.0,
         "pause_ms": 1e3 * statistics.median(switches) if switches else 0.0,
+        "turns_s": sum(s.seconds for s in changes) / max(1, len(rows)),
+        **released(run_dir),
     }
+
+
+def released(run_dir: Path) -> Row:
+    """GiB of GPU memory that each side gives the other for its turn (median of what its log says)."""
+    found = {}
+    for role in ("trainer", "instance"):
+        logs = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob(f"{role}-*.log"))
+        said = re.findall(r"(-?[\d.]+) GiB of GPU memory are released|Sleep mode freed (-?[\d.]+) GiB", logs)
+        if given := [one or other for one, other in said]:
+            found[f"{role}_gives_gib"] = statistics.median(map(float, given))
+    return found
 
 
 def predict(
@@ -90,16 +110,26 @@ def plain_copy(device: str, nbytes: int) -> float:
 def table(rows: Mapping[str, Row], copy_gb_s: float) -> list[str]:
     base = rows.get("synchronous", next(iter(rows.values())))["step_s"]
     lines = [
-        f"{'':22}{'step s':>9}{'speed-up':>10}{'predicted':>11}{'tokens/s/GPU':>14}{'rollout busy':>14}{'train busy':>12}{'ceiling':>9}"
+        f"{'':22}{'step s':>9}{'steps/h':>9}{'speed-up':>10}{'predicted':>11}{'tokens/s/GPU':>14}{'rollout busy':>14}{'train busy':>12}{'ceiling':>9}"
         f"{'max lag':>9}{'pull GB/s':>11}{'of a copy':>11}{'pause ms':>10}"
     ]
     for name, row in rows.items():
         predicted = f"{row['predicted_s']:.2f}" if "predicted_s" in row else "-"
         lines.append(
-            f"{name:22}{row['step_s']:9.2f}{base / row['step_s']:10.2f}{predicted:>11}{row['tokens_s_gpu']:14.0f}{row['rollout']:14.2f}"
+            f"{name:22}{row['step_s']:9.2f}{3600 / row['step_s']:9.0f}{base / row['step_s']:10.2f}{predicted:>11}{row['tokens_s_gpu']:14.0f}{row['rollout']:14.2f}"
             f"{row['train']:12.2f}{max(row['rollout'], row['train']):9.2f}{row['lag']:9.0f}{row['pull_gb_s']:11.2f}"
             f"{row['pull_gb_s'] / copy_gb_s:11.2f}{row['pause_ms']:10.1f}"
         )
+    for name, row in rows.items():
+        if row["turns_s"] > 0:
+            gives = ", ".join(
+                f"{role} {row[f'{role}_gives_gib']:.1f} GiB"
+                for role in ("trainer", "instance")
+                if f"{role}_gives_gib" in row
+            )
+            lines.append(
+                f"{name}: changing turns takes {row['turns_s']:.2f} s of a step; memory that is given away: {gives or 'see the log'}"
+            )
     return [*lines, f"a plain copy of {max(row['nbytes'] for row in rows.values()) / 1e9:.2f} GB: {copy_gb_s:.1f} GB/s"]
 
 
