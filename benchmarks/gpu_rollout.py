@@ -3,8 +3,8 @@
     python benchmarks/gpu_rollout.py [--samples 256] [--new-tokens 512] [--size 0.6b] [--routes vram shm] [--out FILE]
 
 All decode the same prompts with the same vLLM settings, one after the other in this process (each with an engine core of its own,
-the other's being closed), and say what they found as soon as they know it; nothing is downloaded, weights are random. psrl gives
-each sample a seed of its own, so it is measured without them, too. See `rollout_pulls.py` for the rest.
+the other's being closed), and say what they found as soon as they know it; nothing is downloaded, weights are random. psrl is
+measured with a seed for each sample and without (rollout.seed_samples). See `rollout_pulls.py` for the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -33,7 +32,6 @@ from trainer_models import SIZES, shape
 from psrl.models.load import checkpoint_specs
 from psrl.net.waiting import wait
 from psrl.protocol.generation import GenerateRequest, SampleRequest, SamplingParams
-from psrl.rollout.engines import vllm_engine
 from psrl.rollout.engines.vllm_arguments import engine_arguments
 from psrl.rollout.engines.vllm_engine import VllmEngine
 
@@ -186,8 +184,8 @@ def main() -> None:
         say_where(args, start_s)
         rates = {"seeded": [through_psrl(engine, args, vocab, turn) for turn in range(args.turns + 1)][1:]}
         print(f"tokens/s  psrl {statistics.median(rates['seeded']):,.0f}", flush=True)
-        with mock.patch.object(vllm_engine, "draw_seed", lambda *_: None):
-            rates["unseeded"] = [through_psrl(engine, args, vocab, 100 + turn) for turn in range(args.turns)]
+        engine.seed_samples = False
+        rates["unseeded"] = [through_psrl(engine, args, vocab, 100 + turn) for turn in range(args.turns)]
         print(f"tokens/s  psrl without seeds {statistics.median(rates['unseeded']):,.0f}", flush=True)
         rows = pulls(engine, args, vocab)
         engine.close()

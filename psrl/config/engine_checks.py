@@ -30,6 +30,7 @@ HAS_A_KEY = {
     "enforce_eager": f"{ROLLOUT}.enforce_eager",
     "max_num_batched_tokens": f"{ROLLOUT}.max_num_batched_tokens",
     "enable_prefix_caching": f"{ROLLOUT}.enable_prefix_caching",
+    "seed": "seed",
     "kv_events_config": "psrl.rollout_coordination.routing_strategy.method=cache_aware",
 }
 """vLLM's arguments that are keys of their own."""
@@ -39,6 +40,7 @@ VLLM_ONLY = (
     "gpu_memory_utilization",
     "enforce_eager",
     "max_num_batched_tokens",
+    "seed_samples",
     "engine_kwargs",
 )
 

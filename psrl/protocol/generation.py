@@ -35,8 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 class SampleRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One response to make or to go on with. `prefix_ids` are response tokens that exist already (partial rollout);
-    `max_new_tokens` is what remains of the budget *after* the prefix. Same (seed, prefix length) gives the same draw.
-    `greedy`: temperature 0, whatever the group's sampling says."""
+    `max_new_tokens` is what remains of the budget *after* the prefix. Same (seed, prefix length) gives the same draw, unless the engine
+    draws for all of its samples together and the request is not `exact`. `greedy`: temperature 0, whatever the group's sampling says."""
 
     sample: int
     """Comes back with each chunk. Any number that no other sample of the group has at that instance."""
@@ -46,6 +46,8 @@ class SampleRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     greedy: bool = False
     source: str = ""
     """The instance that has made its last tokens and may still hold its keys and values, if it is another; "" for none."""
+    exact: bool = False
+    """Somebody counts on the draws of this seed."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="gen"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from psrl.colocate.choices import vllm_options
@@ -10,7 +12,7 @@ from psrl.models.resolve import ModelSource
 from psrl.role import Role
 from psrl.rollout.engines.base import Engine
 from psrl.rollout.engines.torch_engine import TorchEngine
-from psrl.rollout.engines.vllm_arguments import user_options
+from psrl.rollout.engines.vllm_arguments import engine_seed, user_options
 from psrl.rollout.lmcache_instance import environment, instance_lmcache, with_transfers
 from psrl.rundir.keys import load_keys
 from psrl.tasks.prepare import context_length
@@ -37,12 +39,15 @@ def make_engine(role: Role, source: ModelSource, block_size: int = 0) -> Engine:
                 max_num_seqs=gen.max_num_seqs,
                 max_model_len=context_length(role.config),
                 kv_cache_tokens=gen.kv_cache_tokens,
-                options=user_options(gen) | vllm_options(role.config),
+                options={"seed": engine_seed(role.config.seed, role.name, f"{role.attempt} {os.getpid()}")}
+                | user_options(gen)
+                | vllm_options(role.config),
                 run=load_keys(role.run_dir).server_public,
                 kv_transfer_config=lmcache.kv_transfer_config if lmcache else None,
                 tag_versions=lmcache is not None and asked.multi_version_kv,
                 empty_offload=asked.clear_on_weight_update,
                 block_size=block_size,
+                seed_samples=gen.seed_samples,
             )
         return with_transfers(role, engine)
     return TorchEngine(

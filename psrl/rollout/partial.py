@@ -16,6 +16,8 @@ class PartialSample:
     seed: int
     max_response: int
     greedy: bool = False
+    exact: bool = False
+    """See SampleRequest."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
@@ -64,6 +66,7 @@ class PartialSample:
             prefix_ids=tuple(self.token_ids),
             greedy=self.greedy,
             source=self.holder if self.holder != instance else "",
+            exact=self.exact,
         )
 
     def add(self, chunk: TokenChunk) -> bool:

@@ -104,6 +104,7 @@ class Trajectory:
             seed=request.seed if request.seed is not None else turn_seed(self.seed, self.num_turns),
             max_response=min(request.max_new_tokens, self.room(len(request.prompt_ids))),
             greedy=self.greedy,
+            exact=request.seed is not None,
             holder=self.holder,
         )
         done = asyncio.get_running_loop().create_future()

@@ -50,7 +50,10 @@ class ValidationWork:
                 sampling=self._sampling,
                 samples=tuple(
                     SampleRequest(
-                        sample=i, max_new_tokens=self._max_response, seed=validation_seed(self._seed, index, i)
+                        sample=i,
+                        max_new_tokens=self._max_response,
+                        seed=validation_seed(self._seed, index, i),
+                        exact=True,
                     )
                     for i in range(len(self._tokens[index]))
                 ),

@@ -378,6 +378,23 @@ def test_a_sample_does_not_depend_on_its_neighbours(build: Build) -> None:
     assert len({tuple(crowded[1, i].tokens) for i in range(3)}) == 3, "seeds make the samples of a group differ"
 
 
+def test_samples_drawn_together_differ_each_time_and_exact_ones_do_not(
+    build: Build, monkeypatch: pytest.MonkeyPatch, reference: Callable[[str], PreTrainedModel]
+) -> None:
+    engine = build()
+    if not hasattr(engine, "seed_samples"):
+        pytest.skip("this engine always draws by the seeds")
+    monkeypatch.setattr(engine, "seed_samples", False)
+    loose = request(1, prompt(6), [20, 20], SAMPLED)
+    exact = msgspec.structs.replace(loose, samples=tuple(msgspec.structs.replace(s, exact=True) for s in loose.samples))
+    for asked, alike in ((loose, False), (exact, True)):
+        first, second = (run(_submitted(engine, asked)) for _ in range(2))
+        assert (first[1, 0].tokens == second[1, 0].tokens) is alike
+        assert first[1, 0].tokens != first[1, 1].tokens
+        expected = plain_logprobs(reference("qwen3"), prompt(6), first[1, 0].tokens, SAMPLED.temperature)
+        assert first[1, 0].logprobs == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_greedy_sample_stands_beside_sampled_ones(build: Build) -> None:
     sampled = request(1, prompt(6), [20, 20], SAMPLED)
     mixed = msgspec.structs.replace(

@@ -205,6 +205,18 @@ def test_room_is_the_response_budget_behind_the_first_prompt_within_the_context(
     played(test)
 
 
+def test_a_seed_that_was_asked_for_is_drawn_by_exactly() -> None:
+    async def test() -> None:
+        group, _ = make()
+        asked, own = [await begin(group.trajectories[i], (1, 2), **more) for i, more in enumerate(({"seed": 5}, {}))]
+        samples = [sample for request in group.requests("i0", [0, 1]) for sample in request.samples]
+        assert [(sample.seed == 5, sample.exact) for sample in samples] == [(True, True), (False, False)]
+        for turn in (asked, own):
+            turn.cancel()
+
+    played(test)
+
+
 def test_no_two_turns_draw_the_same_numbers() -> None:
     seeds = [turn_seed(seed, turn) for seed in (0, 1, 2**62 - 1) for turn in range(50)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**62 for seed in seeds)

@@ -62,6 +62,7 @@ def test_parts_cover_every_prompt_once():
 def test_two_versions_draw_the_same_numbers():
     seeds = [[s.seed for r in work(version=v).requests() for s in r.samples] for v in (4, 8)]
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 6
+    assert all(s.exact for r in work().requests() for s in r.samples)
 
 
 def test_scores_are_summed_by_source():

@@ -18,7 +18,14 @@ from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.rollout.engines.base import InWorkers
 from psrl.rollout.engines.shared_tensors import SharedTensors, map_tensors
-from psrl.rollout.engines.vllm_arguments import NO_CHOICE, draw_seed, engine_arguments, kv_bytes_a_token, user_options
+from psrl.rollout.engines.vllm_arguments import (
+    NO_CHOICE,
+    draw_seed,
+    engine_arguments,
+    engine_seed,
+    kv_bytes_a_token,
+    user_options,
+)
 from psrl.rollout.engines.vllm_figures import EngineFigures
 from psrl.rollout.engines.vllm_worker import PsrlWorker
 from psrl.rollout.worker_puller import WorkerPuller
@@ -76,6 +83,7 @@ def test_a_users_arguments_win_over_the_keys_but_not_over_what_psrl_needs() -> N
             lambda c: c.gen_actor_rollout_ref.rollout.engine_kwargs.vllm.update(dtype="half"),
             "set gen_actor_rollout_ref",
         ),
+        (lambda c: c.gen_actor_rollout_ref.rollout.engine_kwargs.vllm.update(seed=3), "set seed instead"),
         (lambda c: setattr(c.gen_actor_rollout_ref.rollout, "name", "torch"), "enforce_eager=True has no meaning with"),
     ],
 )
@@ -101,6 +109,15 @@ def test_routing_by_what_is_cached_needs_engines_that_cache(engine: str) -> None
     found.psrl.rollout_coordination.routing_strategy.method = "cache_aware"
     with pytest.raises(ConfigError, match=r"method=cache_aware .*enable_prefix_caching=False: set it to True"):
         check(found, only_planned=True)
+
+
+def test_no_two_starts_of_engines_draw_alike() -> None:
+    starts = [
+        (seed, f"instance-{i}", start) for seed in range(3) for i in range(10) for start in ("a 17", "a 18", "b 17")
+    ]
+    seeds = {engine_seed(*each) for each in starts}
+    assert len(seeds) == len(starts) and all(0 <= seed < 2**32 for seed in seeds)
+    assert engine_seed(*starts[0]) == engine_seed(*starts[0])
 
 
 def test_the_cache_of_one_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,12 @@ def kv_bytes_a_token(model: Mapping[str, Any], dtype_bytes: int) -> int:
 def head_dim(model: Mapping[str, Any]) -> int:
     """Size of one attention head, from the contents of a model's config.json."""
     return model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+
+
+def engine_seed(run_seed: int, instance: str, start: str) -> int:
+    """Seed of what an engine draws for all of its samples together: another one for each start of each instance, since engines
+    that began alike would give the samples of a group the same responses."""
+    return zlib.crc32(f"{run_seed} {instance} {start}".encode())
 
 
 def draw_seed(seed: int, prefix_tokens: int) -> int:

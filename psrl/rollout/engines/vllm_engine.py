@@ -79,6 +79,7 @@ class VllmEngine:
         tag_versions: bool = False,
         empty_offload: bool = False,
         block_size: int = 0,
+        seed_samples: bool | None = True,
     ) -> None:
         """Start vLLM on the model in `directory` (tens of seconds), with random weights until `update_weights`.
 
@@ -88,7 +89,7 @@ class VllmEngine:
         `run` tells this run's keys and values from another's. With `kv_transfer_config` (LMCache's) they are tagged with
         their version (`tag_versions`), or what lies outside of vLLM is dropped at each switch (`empty_offload`).
         `block_size`: tokens of a block in which `cache_events` tells what the prefix cache holds, a divisor of vLLM's own; 0:
-        it tells nothing.
+        it tells nothing. `seed_samples`: False draws for all samples together but the `exact` ones, None does so on a GPU.
         """
         options = dict(options or {})
         if kv_transfer_config is not None:
@@ -108,6 +109,7 @@ class VllmEngine:
         )
         self.version = -1
         self.on_gpu = config.device_config.device_type == "cuda"
+        self.seed_samples = not self.on_gpu if seed_samples is None else seed_samples
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
         self._vocab_size = config.model_config.get_vocab_size()
@@ -180,7 +182,7 @@ class VllmEngine:
             temperature=0.0 if item.greedy else wanted.temperature,
             top_p=wanted.top_p,
             top_k=max(wanted.top_k, 0),
-            seed=draw_seed(item.seed, len(item.prefix_ids)),
+            seed=draw_seed(item.seed, len(item.prefix_ids)) if self.seed_samples or item.exact else None,
             max_tokens=room,
             stop_token_ids=sorted(eos | frozenset(wanted.stop_token_ids)),
             ignore_eos=True,  # the ids above say it all
