@@ -90,7 +90,7 @@ def pulls(engine: VllmEngine, args: argparse.Namespace, vocab: int) -> list[roll
     rows = []
     with rollout_pulls.publishing(dict(engine.weight_specs()), device) as run_dir:
         for route in args.routes:
-            row = rollout_pulls.measure(engine, run_dir, route, busy, args.switches)
+            row = rollout_pulls.measure(engine, run_dir, route, busy, args.new_tokens // 16, args.switches)
             row["copy_ms"] = rollout_pulls.copy_ms(round(1e9 * row["GB"]), device)
             rollout_pulls.say(row)
             rows.append(row)

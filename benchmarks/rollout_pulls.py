@@ -114,8 +114,8 @@ def rate(steps: list[tuple[float, int]]) -> float:
     return sum(tokens for _, tokens in steps[1:]) / (steps[-1][0] - steps[0][0])
 
 
-def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], None], rounds: int) -> Row:
-    """`busy` gives the engine work for some hundred steps anew."""
+def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], None], steps: int, rounds: int) -> Row:
+    """`busy` gives the engine work for 16 times `steps` steps anew."""
     puller = WorkerPuller(engine, RECEIVER, {"run_dir": str(run_dir), "route": route})
     pull, watch = BackgroundPull(puller, LIMIT_S), Watch(engine)
 
@@ -131,14 +131,14 @@ def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], No
         return outcome
 
     busy()
-    watch.go(30)
+    watch.go(steps)
     first = pulled(0)
     engine.abort()
     busy()
-    watch.go(30)
-    plain = watch.go(150)
+    watch.go(steps)
+    plain = watch.go(4 * steps)
     begun, pulls = len(watch.steps), list[float]()
-    while len(watch.steps) < begun + 150:
+    while len(watch.steps) < begun + 4 * steps:
         pulls.append(pulled(len(pulls) % VERSIONS).pull_s)
     beside = watch.steps[begun:]
     usual = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(plain))
@@ -146,7 +146,7 @@ def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], No
     for number in range(rounds):
         engine.abort()
         busy()
-        before = rate(watch.go(60)[20:])
+        before = rate(watch.go(2 * steps)[steps:])
         staged = pulled(number % VERSIONS)
         watch.go(1)
         last, begun_s = watch.steps[-1][0], time.perf_counter()
@@ -154,7 +154,7 @@ def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], No
         calls.append(time.perf_counter() - begun_s)
         parts.append(engine.last_switch)
         stalls.append(engine.last_switch["load_s"] + engine.last_switch["resume_s"])
-        after = watch.go(40)
+        after = watch.go(steps)
         lost.append((after[-1][0] - last) - sum(tokens for _, tokens in after) / before)
     engine.abort()
     return {

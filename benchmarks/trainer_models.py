@@ -13,7 +13,7 @@ DATASHEET_FLOPS = 989e12
 SIZES = {
     "tiny": {
         "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
     },
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
