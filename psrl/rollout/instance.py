@@ -50,7 +50,7 @@ PULL_POLL_S = 0.002
 """While idle, how soon weights that have arrived, or a GPU that is free, are seen."""
 MOST_BLOCK_NAMES = 4096
 """In one report of what the prefix cache holds: some 36 KB. The rest comes with the next."""
-RETIRE_GRACE_S = 3.0
+RETIRE_GRACE_S = 10.0
 """A retiring instance leaves after this even if it is not dismissed: then an agent loop or the coordinator is gone."""
 
 

@@ -151,7 +151,7 @@ class Run:
             except psutil.NoSuchProcess:
                 pass
         self._known |= {p for p in psutil.process_iter() if self._is_marked(p)}
-        self._known = {p for p in self._known if _lives(p)}
+        self._known = {p for p in self._known if lives(p)}
         return set(self._known)
 
     def _is_marked(self, process: psutil.Process) -> bool:
@@ -318,7 +318,7 @@ def stopped_at_work(run: Run, name: str) -> tuple[psutil.Process, set[int]]:
         worked = process.cpu_times().user + 0.1
         run.until(lambda: process.cpu_times().user > worked, f"{name} had worked on them")
         process.suspend()
-        time.sleep(0.2)  # what had left it is in the ledger now; what is open still can only be here
+        time.sleep(1.0)  # what had left it is in the ledger now; what is open still can only be here
         if groups := before & reserved():
             return process, groups
         process.resume()
@@ -344,7 +344,7 @@ def gated(directory: Path) -> dict[str, object]:
     return {"reward.function": "gate:reward", "reward.timeout_s": DEADLINE_S}
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

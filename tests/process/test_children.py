@@ -69,7 +69,7 @@ def alive(pid: int) -> bool:
     """Running, and not merely a zombie that somebody has yet to reap."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -287,3 +287,4 @@ def test_an_instance_tells_what_is_cached_in_bounded_parts_and_anew_to_whoever_w
     stage.engine.cached.put(CacheEvents(cleared=True, stored=[9]))
     stage.until(lambda: 9 in (known := told()) and len(known) == 1)
     stage.tell(c.Shutdown(status="completed", cause=""))
+    stage.thread.join(DEADLINE_S)

@@ -26,7 +26,7 @@ from psrl.rundir.layout import RunDir
 pytestmark = pytest.mark.process
 
 DEADLINE_S = 60.0
-LIMITS = FaultToleranceConfig(hello_timeout_s=60.0, heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0, fence_s=60.0)
+LIMITS = FaultToleranceConfig(hello_timeout_s=60.0, heartbeat_interval_s=0.1, heartbeat_timeout_s=10.0, fence_s=60.0)
 
 COORDINATOR_PROCESS = """
     import os, sys, time
@@ -38,7 +38,7 @@ COORDINATOR_PROCESS = """
     from psrl.rundir.layout import RunDir
     run, epoch, port = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     server = Server(load_keys(run), "127.0.0.1", ToCoordinator, epoch=epoch, greeting=Hello,
-                    preferred_port=port or None, heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0)
+                    preferred_port=port or None, heartbeat_interval_s=0.1, heartbeat_timeout_s=10.0)
     if sys.argv[4] == "publish":
         endpoint = Endpoint(address=server.endpoint, node="n", pid=os.getpid(), epoch=epoch)
         publish_next_endpoint(run, "coordinator", endpoint)
@@ -188,6 +188,7 @@ def test_a_role_that_never_meets_a_coordinator_says_so(coordinators: Coordinator
     with pytest.raises(CoordinatorGoneError, match=r"hello_timeout_s=1\): no endpoint of the coordinator is published"):
         link.open()
     coordinators.kill(coordinators.start(epoch=1))
+    limits.hello_timeout_s = 5.0
     link = open_link(coordinators, limits)
     with pytest.raises(CoordinatorGoneError, match="nobody answers at the endpoint"):
         link.open()

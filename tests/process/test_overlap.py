@@ -329,8 +329,9 @@ def test_training_begins_while_rollout_fills_the_buffer(new_run: NewRun, tmp_pat
 def test_a_trainer_killed_inside_a_buffer_trains_it_again_with_the_same_groups(new_run: NewRun, tmp_path: Path) -> None:
     run = slow_run(new_run, tmp_path)
     run.start()
+    trainer = run.until(lambda: run.find("trainer-0"), "the trainer was there")
     buffer, groups = run.until(lambda: begun(run), "a buffer was begun")
-    run.kill("trainer-0")
+    trainer.kill()
     assert run.wait() == 1
     (tmp_path / "slow").unlink()
     assert run.launch() == 0, run.story()
@@ -344,8 +345,9 @@ def test_a_trainer_killed_inside_a_buffer_trains_it_again_with_the_same_groups(n
 def test_a_coordinator_killed_inside_a_buffer_goes_on_with_the_next_chunk(new_run: NewRun, tmp_path: Path) -> None:
     run = slow_run(new_run, tmp_path)
     run.start()
+    coordinator = run.until(lambda: run.find("coordinator"), "the coordinator was there")
     buffer, groups = run.until(lambda: begun(run), "a buffer was begun")
-    run.kill("coordinator")
+    coordinator.kill()
     (tmp_path / "slow").unlink()
     assert run.wait() == 0, run.story()
     chunks = [cut for incarnation, b, cut in takes(run) if b == buffer]

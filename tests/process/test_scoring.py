@@ -217,7 +217,7 @@ def test_close_ends_a_score_in_progress() -> None:
             await waiting
 
     asyncio.run(run())
-    assert f"score_worker\0{os.getpid()}" not in all_command_lines()
+    assert f"score_worker\0{os.getpid()}\0" not in all_command_lines()
 
 
 REFUSED: list[tuple[str, str]] = [
@@ -269,12 +269,12 @@ def test_scoring_processes_die_with_their_parent(tmp_path: Path) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        assert f"score_worker\0{parent.pid}" in all_command_lines()
+        assert f"score_worker\0{parent.pid}\0" in all_command_lines()
         parent.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 30.0
-    while f"score_worker\0{parent.pid}" in all_command_lines() and time.monotonic() < deadline:
+    while f"score_worker\0{parent.pid}\0" in all_command_lines() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert f"score_worker\0{parent.pid}" not in all_command_lines()
+    assert f"score_worker\0{parent.pid}\0" not in all_command_lines()
 
 
 def all_command_lines() -> str:

@@ -41,7 +41,15 @@ def write_steps(run_dir, steps):
 def start(run_dir, *options, **environment):
     env = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     env |= {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"} | environment
-    command = [sys.executable, "-m", "psrl.telemetry.wandb_logger", str(run_dir), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "psrl.telemetry.wandb_logger",
+        str(run_dir),
+        "--finish-deadline-s",
+        str(DEADLINE_S / 2),
+    ]
+    command += options
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -232,10 +240,15 @@ def test_a_preempted_job_loses_no_step(tmp_path):
 
 def test_a_killed_logger_leaves_no_gap(tmp_path):
     run_dir = make_run(tmp_path / "run")
-    write_steps(run_dir, [1, 2, 3])
+    write_steps(run_dir, [1])
     process = start(run_dir)
+    wait_for(lambda: logged(run_dir) == [1])
+    others = psutil.Process(process.pid).children(recursive=True)
+    for other in others:
+        other.suspend()  # what writes the file: it gets no further
+    write_steps(run_dir, [2, 3])
     wait_for(lambda: logged(run_dir) == [1, 2, 3])
-    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+    for victim in [*others, process]:
         victim.kill()
     process.communicate(timeout=DEADLINE_S)
     held = steps_in_order(run_dir)
@@ -294,7 +307,7 @@ def test_it_ends_when_its_parent_dies(tmp_path):
 def ended(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 

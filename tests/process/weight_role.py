@@ -100,6 +100,13 @@ def kill_for_good(pid: int) -> None:
         time.sleep(0.001)
 
 
+def stop_for_good(pid: int) -> None:
+    """It goes on until it gets a core and with it the signal. Itself it cannot see stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    while pid != os.getpid() and state_of(pid) != "T":
+        time.sleep(0.001)
+
+
 def state_of(pid: int) -> str:
     """As in /proc: Z once it has ended and waits for its parent, nothing when it is gone."""
     try:
@@ -142,7 +149,7 @@ def reader_main(channel: str, run_dir: str, mib: str) -> None:
         def on_progress(arrived: int, command: dict[str, int] = command) -> None:
             puller.on_progress = None
             if "stop" in command:
-                os.kill(command["stop"], signal.SIGSTOP)
+                stop_for_good(command["stop"])
             if "kill" in command:
                 kill_for_good(command["kill"])
             if "announce" in command:

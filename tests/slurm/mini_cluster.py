@@ -114,14 +114,14 @@ trap '' PIPE
 python=$1 script=$2 dir=$3; shift 3
 "$python" "$script" up --dir "$dir" "$@" >/dev/null; echo $?
 read -r _
-exec "$python" "$script" down --dir "$dir"
+"$python" "$script" down --dir "$dir" >/dev/null; echo $?
 """
 """Whenever the test session is killed, `down` comes after `up`. Nobody may listen any more: SIGPIPE would end it before."""
 
 
 @contextmanager
 def mini_cluster(outputs: Path, *up: str) -> Iterator[MiniSlurm]:
-    """A cluster in a directory of its own. A guard in its own session starts and ends it, also when this process is killed."""
+    """A cluster in a directory of its own. A guard in a process group of its own starts and ends it, also when this process is killed."""
     directory = Path(tempfile.mkdtemp(prefix="psrl-slurm-", dir="/tmp"))
     with tempfile.TemporaryFile("w+") as told:
         guard = subprocess.Popen(
@@ -129,16 +129,17 @@ def mini_cluster(outputs: Path, *up: str) -> Iterator[MiniSlurm]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=told,
-            start_new_session=True,
+            process_group=0,  # no session: tests of psrl.supervisor take children in other sessions for orphans, and kill them
         )
         assert guard.stdout is not None
         try:
             if started := guard.stdout.readline() == b"0\n":  # `up` has its deadlines
                 yield MiniSlurm(directory, outputs)
         finally:
-            guard.communicate(b"\n", timeout=120)
+            ended, _ = guard.communicate(b"\n", timeout=300)  # other clusters' `up` and `down` come first
             told.seek(0)
-            assert guard.returncode == 0, f"the cluster in {directory} did not end: {told.read()}"
+            # Its own word: the exit code is 0 as well where somebody else has waited for it.
+            assert ended == b"0\n", f"the cluster in {directory} did not end: {told.read()}"
             shutil.rmtree(directory, ignore_errors=True)
         if not started:
             pytest.fail(told.read(), pytrace=False)

@@ -40,7 +40,7 @@ def served(member: Member, job: str) -> set[str]:
 def test_joiner_jobs_add_instances_and_leave_killed_or_cancelled(
     mini_slurm: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
-    overrides = paced(tmp_path, 0.3) | {
+    overrides = paced(tmp_path, 0.6) | {
         "model": tiny_model, "trainer.total_training_steps": 60, "data.max_response_length": 64,
         "gen_actor_rollout_ref.rollout.ignore_eos": True,
         "hydra.launcher.sbatch": "['--exclude=n2']",

@@ -259,12 +259,13 @@ def test_a_cancelled_program_is_gone_and_its_directory_too(tmp_path: Path) -> No
 
 
 def marked() -> set[int]:
-    """Processes that some black box or sandbox started."""
-    found = set()
+    """Processes that this test's black boxes started; other workers' tests start some, too."""
+    found, test = set(), f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST']}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if f"{MARK}=".encode() in (entry / "environ").read_bytes():
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                if test in variables and any(variable.startswith(f"{MARK}=".encode()) for variable in variables):
                     found.add(int(entry.name))
             except OSError:
                 continue
