@@ -1,6 +1,6 @@
 """Real learning on a GPU: SmolLM2-135M-Instruct on a reasoning-gym task from its instruct weights, vLLM and the trainer on one GPU.
 
-    python benchmarks/gpu_learning.py [--strategies fsdp2 megatron] [--steps 120] [--dataset chain_sum] [--out runs/gpu_learning]
+    python benchmarks/gpu_learning.py [--strategies fsdp2 megatron] [--steps 150] [--dataset chain_sum] [--out runs/gpu_learning]
 
 The reward is the dataset's own verifier's, of the whole response: the model has to answer right and nothing else. A run that --out holds
 already is not run again. Prints the means of ten steps each and draws the curves to OUT/reward.png.
@@ -32,10 +32,10 @@ EACH = 10
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=["fsdp2", "megatron"])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--dataset", default="chain_sum")
-    parser.add_argument("--params", default="{min_terms:2,max_terms:3,min_digits:1,max_digits:2}")
-    parser.add_argument("--lr", default="5e-6")
+    parser.add_argument("--params", default="{min_terms:2,max_terms:2,min_digits:1,max_digits:1}")
+    parser.add_argument("--lr", default="1e-5")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_learning"))
     parser.add_argument("--extra", nargs="*", default=[], help="more KEY=VALUE for every run")
@@ -65,7 +65,7 @@ def overrides(args: argparse.Namespace, strategy: str) -> list[str]:
     found = [
         "model=smollm2_135m", "trainer.logger=[console]", "trainer.save_freq=0", f"trainer.total_training_steps={args.steps}",
         f"data.reasoning_gym.dataset={args.dataset}", f"data.reasoning_gym.params={args.params}", "data.task=null",
-        "data.max_prompt_length=128", "data.max_response_length=64", "psrl.staleness=1", "psrl.staleness_buffer_entries=32",
+        "data.max_prompt_length=128", "data.max_response_length=32", "psrl.staleness=1", "psrl.staleness_buffer_entries=32",
         "psrl.rollout_n=8", f"{ACTOR}.strategy={strategy}", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.optim.lr={args.lr}",
         f"{ACTOR}.optim.lr_scheduler_type=constant", "algorithm.rollout_correction.rollout_is=token",
         "psrl.deployment.n_rollout_instances=1", f"{ROLLOUT}.name=vllm",
