@@ -112,7 +112,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     common = [*workload(args), *args.extra]
     remember(args.out / "workload.json", common)
-    known = settings_of_one_gpu() if args.gpus == 1 else settings(args.groups)
+    known = settings_of_one_gpu() if args.gpus == 1 and args.device == "cuda" else settings(args.groups)
     chosen = {name: own for name, own in known.items() if not args.only or name in args.only}
     run_all(args, common, {name: own for name, own in chosen.items() if not completed(place(args.out, name))})
     rows = {name: measure(path, args.gpus) for name in chosen if completed(path := place(args.out, name))}

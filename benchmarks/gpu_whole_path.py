@@ -27,8 +27,9 @@ from report_machine import describe_machine
 
 from psrl.prepare import PROMPTS
 from psrl.role import load_config
-from psrl.rollout.engines.vllm_arguments import engine_arguments
+from psrl.rollout.engines.vllm_arguments import engine_arguments, user_options
 from psrl.rundir.layout import RunDir
+from psrl.tasks.prepare import context_length
 from psrl.tasks.prepared import PreparedReader
 from psrl.telemetry.timeline import BUSY, SWITCH
 from psrl.telemetry.timeline_read import by_name, read_timeline
@@ -70,17 +71,17 @@ def main() -> None:
         [np.frombuffer(prompts[group.prompt].prompt_ids, "<i4").tolist() for group in buffer for _ in range(SAMPLES)]
         for buffer in recorded_buffers(run, config)
     ]
-    options = {
-        "gpu_memory_utilization": 0.8 if cuda else None,
-        "enforce_eager": config.gen_actor_rollout_ref.rollout.enforce_eager,
-    }
+    gen = config.gen_actor_rollout_ref.rollout
+    options = user_options(gen)
+    if not cuda:
+        del options["gpu_memory_utilization"]  # there it would be a share of the host's memory
     arguments = engine_arguments(
         model,
-        dtype=str(config.gen_actor_rollout_ref.rollout.dtype),
-        max_num_seqs=config.gen_actor_rollout_ref.rollout.max_num_seqs,
-        max_model_len=PROMPT_TOKENS + args.new_tokens,
+        dtype=str(gen.dtype),
+        max_num_seqs=gen.max_num_seqs,
+        max_model_len=context_length(config),
         kv_cache_bytes=None if cuda else 2**30,
-        options={name: value for name, value in options.items() if value is not None},
+        options=options,
     )
     theirs = asyncio.run(bare(arguments, turns, args.new_tokens))
     print(f"tokens/s  bare AsyncLLM     {statistics.median(theirs):,.0f}  ({', '.join(f'{r:,.0f}' for r in theirs)})")

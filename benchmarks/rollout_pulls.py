@@ -2,7 +2,8 @@
 Used by `gpu_rollout.py`.
 
 A process of its own publishes random weights of the engine's shapes from the same device, as a trainer does; the engine's workers
-pull them, as in a run. Everything is seen from outside, by when tokens arrive.
+pull them, as in a run. Rates, and what a switch costs in all, go by when tokens arrive here; how long nothing decodes is what the engine
+says of its last switch: loading and resuming, after the step in hand has ended.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import torch
+from gpu_weights import LIMIT_S, heard, timed
 
 from psrl.net.waiting import wait
 from psrl.rollout.engines.vllm_engine import VllmEngine
@@ -31,7 +32,6 @@ from psrl.weights.channel.base import PullError
 from psrl.weights.channel.nixl_publisher import NixlPublisher
 from psrl.weights.channel.select import RECEIVER
 
-LIMIT_S = 120.0
 VERSIONS = 2
 """As many as a publisher holds."""
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -50,14 +50,7 @@ def publishing(specs: Specs, device: str) -> Iterator[Path]:
         process = context.Process(target=_publish, args=(str(run_dir.path), specs, device, ready, stop), daemon=True)
         process.start()
         try:
-            end = time.monotonic() + LIMIT_S
-            while True:
-                try:
-                    ready.get(timeout=0.5)
-                    break
-                except Empty:
-                    if not process.is_alive() or time.monotonic() > end:
-                        raise SystemExit("the publisher did not start") from None
+            heard(ready, process)
             yield run_dir.path
         finally:
             stop.set()
@@ -77,7 +70,7 @@ def _publish(path: str, specs: Specs, device: str, ready: Any, stop: Any) -> Non
     for version in range(VERSIONS):
         publisher.publish(version, 0, shards)
     ready.put(True)
-    stop.wait(10 * LIMIT_S)
+    stop.wait(20 * LIMIT_S)
     publisher.close()
 
 
@@ -115,7 +108,7 @@ def rate(steps: list[tuple[float, int]]) -> float:
 
 
 def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], None], steps: int, rounds: int) -> Row:
-    """`busy` gives the engine work for 16 times `steps` steps anew."""
+    """`busy` gives the engine work anew, for several times the 10 x `steps` steps that it is watched at a time."""
     puller = WorkerPuller(engine, RECEIVER, {"run_dir": str(run_dir), "route": route})
     pull, watch = BackgroundPull(puller, LIMIT_S), Watch(engine)
 
@@ -142,27 +135,27 @@ def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], No
         pulls.append(pulled(len(pulls) % VERSIONS).pull_s)
     beside = watch.steps[begun:]
     usual = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(plain))
-    stalls, calls, parts, lost = [], [], [], []
+    parts, lost = [], []
     for number in range(rounds):
         engine.abort()
         busy()
         before = rate(watch.go(2 * steps)[steps:])
         staged = pulled(number % VERSIONS)
         watch.go(1)
-        last, begun_s = watch.steps[-1][0], time.perf_counter()
+        last = watch.steps[-1][0]
         engine.update_weights(staged.version, staged.tensors())
-        calls.append(time.perf_counter() - begun_s)
         parts.append(engine.last_switch)
-        stalls.append(engine.last_switch["load_s"] + engine.last_switch["resume_s"])
         after = watch.go(steps)
         lost.append((after[-1][0] - last) - sum(tokens for _, tokens in after) / before)
     engine.abort()
+    pull.close()
+    stalls = [part["load_s"] + part["resume_s"] for part in parts]
     return {
         "route": first.transport, "GB": first.nbytes / 1e9, "step_ms": 1e3 * usual,
         "pull_ms": 1e3 * statistics.median(pulls), "tokens_s": rate(plain), "pulling": rate(beside) / rate(plain),
         "pulls_s": len(pulls) / (beside[-1][0] - beside[0][0]),
         "stall_ms": 1e3 * statistics.median(stalls), "stall_max_ms": 1e3 * max(stalls),
-        "call_ms": 1e3 * statistics.median(calls), "lost_ms": 1e3 * statistics.median(lost),
+        "lost_ms": 1e3 * statistics.median(lost),
         "parts_ms": {name: round(1e3 * statistics.median(part[name] for part in parts), 2) for name in parts[0]},
     }  # fmt: skip
 
@@ -170,14 +163,7 @@ def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], No
 def copy_ms(nbytes: int, device: str) -> float:
     """Of as many bytes on the device."""
     a, b = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    times = []
-    for _ in range(8):
-        begun = time.perf_counter()
-        b.copy_(a)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return 1e3 * statistics.median(times[1:])
+    return 1e3 * timed(lambda: b.copy_(a), torch.device(device), rounds=7)
 
 
 def say(row: Row) -> None:

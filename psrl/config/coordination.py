@@ -150,8 +150,8 @@ class SyncAndMigStrategyConfig:
 class ProactiveFilterConfig:
     method: str | None = None
     """What happens to the oldest groups while the trainer waits for its buffer, as many as it lacks: null (nothing) | retry
-    (abort them, their prompts return and are then left alone; helps against a slow instance, not against a long answer,
-    which the same seed draws again) | truncate (end their unfinished samples where they are; one that leaves fewer than two
+    (abort them, their prompts return and are then left alone; helps against a slow instance, not against a long answer where the
+    sample's seed draws it again) | truncate (end their unfinished samples where they are; one that leaves fewer than two
     samples with a token is dropped and counted as empty_truncation)."""
     threshold: float | None = None
     """Share of the buffer, in (0, 1), that must be filled before it acts; at most once a group."""

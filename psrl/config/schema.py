@@ -285,8 +285,8 @@ class RolloutEngineConfig:
     The cache takes what room running sequences leave and is emptied with each pull."""
     seed_samples: bool | None = None
     """vLLM: each sample draws by a seed of its own, so that its draws do not depend on what is decoded beside it. False: the engine
-    draws for all together, validation and requests that name a seed apart. null: True on a CPU, False on a GPU, where a
-    generator for each sample makes every step slower."""
+    draws for all together, validation and requests that name a seed apart. null: True on a CPU, False on a GPU, where
+    vLLM handles samples with generators of their own one by one in each step."""
     engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
     agent: AgentConfig = field(default_factory=AgentConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)

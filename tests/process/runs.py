@@ -345,6 +345,7 @@ def gated(directory: Path) -> dict[str, object]:
 
 
 def lives(process: psutil.Process) -> bool:
+    """It runs, and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

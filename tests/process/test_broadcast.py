@@ -7,9 +7,10 @@ import signal
 import time
 from collections import Counter
 
+import psutil
 import pytest
 from runs import NewRun
-from weight_role import state_of
+from weight_role import until_status
 from weight_world import DEADLINE_S, Process, World, publish
 
 from psrl.weights.broadcast import TRAINERS, source_of
@@ -99,10 +100,7 @@ def test_a_node_that_does_not_get_them_says_so_to_who_waits(world: World) -> Non
     wait_for_numbers(world, 1)
     second.say(pull=[0, 0, DEADLINE_S])
     wait_for_numbers(world, 2)
-    end = time.monotonic() + DEADLINE_S
-    while state_of(first.pid) != "T":
-        assert time.monotonic() < end, "the first one has not stopped in the middle of its pull"
-        time.sleep(0.01)
+    until_status(first.pid, psutil.STATUS_STOPPED)  # in the middle of its pull
     publishers[0].kill()
     os.kill(first.pid, signal.SIGCONT)
     for answer in (first.hear(), second.hear()):

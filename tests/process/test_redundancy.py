@@ -77,8 +77,8 @@ def test_more_groups_and_samples_than_train(new_run: NewRun) -> None:
     check_samples(run)
     counters = run.outcome.counters
     assert counters["redundant"] == report.released[REQUEUED, "redundant"]
-    missing = 2 * (report.fates["trained"] + report.fates["waiting"]) - counters["samples/consumed"]
-    assert missing in range(0, 2 * 4 + 1, 2), "acknowledgements of the last buffer may be on their way"
+    consumed = 2 * (report.fates["trained"] + report.fates["waiting"])
+    assert counters["samples/consumed"] in (consumed, consumed - 2), "the last acknowledgement may be on its way"
     assert counters["samples/redundant"] >= counters["samples/consumed"] // 2
     ended = sum(count for name, count in counters.items() if name.startswith("samples/") and name != "samples/launched")
     assert 0 < ended <= counters["samples/launched"] == 4 * report.reserved

@@ -189,6 +189,11 @@ async def served(fleet: Fleet, model: Path) -> AsyncIterator[tuple[str, RunSessi
             await decoding
 
 
+def most(turn: int) -> int:
+    """Tokens of a turn."""
+    return LONG_TURN if turn in DISTURBED else TURN_TOKENS
+
+
 async def hang_up(url: str, body: dict[str, Any], fleet: Fleet) -> None:
     """Ask for a streamed turn and leave in the middle of it."""
     before = len(fleet.asked)
@@ -213,8 +218,7 @@ async def converse(fleet: Fleet, model: Path) -> None:
             prompts: list[tuple[int, ...]] = []
             numbers: list[int] = []
             for turn in range(10):
-                most = LONG_TURN if turn in DISTURBED else TURN_TOKENS
-                body = {"model": "tiny", "messages": messages, "tools": TOOLS, "max_tokens": most}
+                body = {"model": "tiny", "messages": messages, "tools": TOOLS, "max_tokens": most(turn)}
                 if turn == 6:
                     await hang_up(base, body, fleet)
                 first = len(fleet.asked)
@@ -240,10 +244,10 @@ async def converse(fleet: Fleet, model: Path) -> None:
     ids = [*branch["prompt_ids"], *branch["response_ids"]]
     # Each turn's prompt is all that came before it, what the engines had made included; nothing was tokenised again.
     ends = 0
-    for prompt, number in zip(prompts, numbers, strict=True):
+    for turn, (prompt, number) in enumerate(zip(prompts, numbers, strict=True)):
         made = fleet.made[number]
         assert list(prompt) == ids[: len(prompt)] and len(prompt) > ends
-        assert 0 < len(made) <= LONG_TURN and ids[len(prompt) : len(prompt) + len(made)] == made
+        assert 0 < len(made) <= most(turn) and ids[len(prompt) : len(prompt) + len(made)] == made
         ends = len(prompt) + len(made)
     assert ends == len(ids)
     by_model = [token for token, mask in zip(branch["response_ids"], branch["response_mask"], strict=True) if mask]

@@ -213,10 +213,11 @@ def test_guests_talk_to_the_policy_while_it_trains(new_run: NewRun, taught_model
     assert [model.id for model in client.models.list()]
     question = [{"role": "user", "content": "sum a b"}]
     seen = run.version
-    replies = []
+    replies, end = [], time.monotonic() + DEADLINE_S
     while run.version < seen + 3 or len(replies) < 2:
         reply = client.chat.completions.create(model="tiny", messages=question, max_tokens=8, temperature=0.0)
         replies.append(reply.choices[0].message.content)
+        assert time.monotonic() < end, "training and answers go on beside each other"
     assert any(replies)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=said["OPENAI_BASE_URL"].strip(), api_key="wrong", max_retries=0).models.list()

@@ -7,6 +7,7 @@ CHANNEL: filesystem, or a route of the memory channel: auto, shm, nixl.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import torch
 
 from psrl.protocol.weights import ShardLayout
@@ -27,6 +29,7 @@ from psrl.weights.channel.filesystem import FilesystemPublisher, FilesystemPulle
 from psrl.weights.channel.nixl_publisher import NixlPublisher
 from psrl.weights.channel.nixl_puller import NixlPuller
 
+STATUS_DEADLINE_S = 30.0
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -96,23 +99,24 @@ def die_half_way(given: list[WeightShard], layout: ShardLayout, payload: torch.T
 def kill_for_good(pid: int) -> None:
     """Somebody else's child; what it held can be read until it has really ended, which takes a busy machine a while."""
     os.kill(pid, signal.SIGKILL)
-    while state_of(pid) not in ("", "Z"):
-        time.sleep(0.001)
+    until_status(pid, psutil.STATUS_ZOMBIE)
 
 
 def stop_for_good(pid: int) -> None:
     """It goes on until it gets a core and with it the signal. Itself it cannot see stopped."""
     os.kill(pid, signal.SIGSTOP)
-    while pid != os.getpid() and state_of(pid) != "T":
-        time.sleep(0.001)
+    if pid != os.getpid():
+        until_status(pid, psutil.STATUS_STOPPED)
 
 
-def state_of(pid: int) -> str:
-    """As in /proc: Z once it has ended and waits for its parent, nothing when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+def until_status(pid: int, status: str) -> None:
+    """Wait for psutil's `status`; a process that is gone is as good as a zombie."""
+    end = time.monotonic() + STATUS_DEADLINE_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() not in (status, psutil.STATUS_ZOMBIE):
+            if time.monotonic() > end:
+                raise TimeoutError(f"process {pid} is not {status} within {STATUS_DEADLINE_S:g} s")
+            time.sleep(0.001)
 
 
 def publisher_main(channel: str, run_dir: str, rank: str, num_ranks: str, mib: str) -> None:

@@ -65,7 +65,7 @@ def test_a_lost_node_requeues_the_run(mini_slurm: Any, tiny_model: Path, tmp_pat
     orphans = processes(member, "rollout-node-0") | processes(member, "instance-0")
     assert orphans
     kill_daemons(mini_slurm, node)
-    _, alive = psutil.wait_procs(orphans, timeout=60)
+    _, alive = psutil.wait_procs(orphans, timeout=30)
     assert not alive, alive
     mini_slurm.start_node(node)
     member.until(lambda: member.restarts >= 1, "the requeue after the node's failure")
@@ -103,7 +103,7 @@ def test_a_killed_instance_restarts_in_place_and_cancelling_ends_everything(
     assert member.restarts == 0
     mini_slurm.run("scancel", member.job_id)
     assert member.ended(timeout_s=90) == "CANCELLED"
-    psutil.wait_procs(second, timeout=60)
+    psutil.wait_procs(second, timeout=30)
     member.until(lambda: not processes(member, ""), "nothing of the run is left, its srun included", timeout_s=60)
     member.audit()
     assert "psrl: requeueing" not in member.job_log

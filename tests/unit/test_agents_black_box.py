@@ -249,6 +249,7 @@ def test_a_cancelled_program_is_gone_and_its_directory_too(tmp_path: Path) -> No
         running = asyncio.create_task(program(tmp_path, code).run(SESSION, prompt_of()))
         while not begun.exists() or not begun.read_text():
             await asyncio.sleep(0.02)
+        assert marked() > before
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

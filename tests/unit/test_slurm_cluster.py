@@ -309,7 +309,7 @@ def test_an_unreachable_controller_is_told_within_the_deadline(
     put_scontrol(monkeypatch, tmp_path, f"{script}\ntrue")
     started = time.monotonic()
     assert read_cluster(timeout_s=0.5 if "sleep" in script else 60.0) == (None, reason)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.slurm
@@ -324,4 +324,4 @@ def test_the_real_scontrol_without_a_controller_does_not_outlast_the_deadline(
         monkeypatch.setenv("SLURM_CONF", str(path))
         started = time.monotonic()
         assert read_cluster(timeout_s=1) == (None, "scontrol had no answer from the Slurm controller within 1 s")
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 5

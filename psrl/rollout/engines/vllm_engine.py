@@ -79,7 +79,7 @@ class VllmEngine:
         tag_versions: bool = False,
         empty_offload: bool = False,
         block_size: int = 0,
-        seed_samples: bool | None = True,
+        seed_samples: bool | None = None,
     ) -> None:
         """Start vLLM on the model in `directory` (tens of seconds), with random weights until `update_weights`.
 
