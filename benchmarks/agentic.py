@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import gpu_headline
+import torch
 from report_machine import describe_machine
 
 from psrl.rundir.layout import RunDir
@@ -30,6 +32,7 @@ COORDINATION = "psrl.rollout_coordination."
 ROUTING, THUNDER = f"{COORDINATION}routing_strategy.", f"{COORDINATION}session_strategy.thunder_agent."
 ROLLOUT = "gen_actor_rollout_ref.rollout."
 TURNS, TURN_TOKENS, SYSTEM_TOKENS, PROMPT_TOKENS = 6, 32, 128, 16
+GPU_TURN_TOKENS = 32
 COMMON = [
     "preset=laptop", "trainer.logger=[console]", "trainer.report=False", "trainer.save_freq=0", "psrl.staleness=1",
     "psrl.deployment.n_rollout_instances=2", "data.reasoning_gym.dataset=null", "data.task=agentic_environment:Chores",
@@ -47,11 +50,13 @@ ON_CPU = [
     "psrl.deployment.train_cores=[0]", "psrl.deployment.rollout_cores=[1]",
 ]  # fmt: skip
 ON_GPU = [
-    "trainer.device=cuda", "trainer.gpu_memory_fraction=0.3", f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16",
-    f"{ROLLOUT}gpu_memory_utilization=0.2", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=16", "psrl.rollout_n=8",
-    f"{ROLLOUT}engine_kwargs.vllm.num_gpu_blocks_override=4096",  # of 16 tokens
-    "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=3072",
-    f"{ROLLOUT}multi_turn.environment_params={{turns: 8, tokens: 256, seconds: 1.0}}", f"{ROLLOUT}multi_turn.max_tokens_per_turn=96",
+    "trainer.device=cuda", "trainer.gpu_memory_fraction=0.4", f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16",
+    f"{ROLLOUT}gpu_memory_utilization=0.15", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=8", "psrl.rollout_n=8",
+    # Blocks of 16 tokens; with the second key no engine measures memory while the other one allocates.
+    f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 5632, kv_cache_memory_bytes: {12 * 2**30}}}",
+    "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=4608",
+    f"{ROLLOUT}multi_turn.environment_params={{turns: 8, tokens: 512, seconds: 0.5}}",
+    f"{ROLLOUT}multi_turn.max_tokens_per_turn={GPU_TURN_TOKENS}",
     "train_actor_rollout_ref.actor.mixed_precision=bfloat16", "train_actor_rollout_ref.actor.gradient_checkpointing=True",
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
 ]  # fmt: skip
@@ -69,7 +74,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--keep", type=Path)
-    parser.add_argument("--gpu", action="store_true", help="vLLM on one GPU, a random 0.6B model, longer conversations")
+    parser.add_argument("--gpu", action="store_true", help="vLLM on one GPU, a random model, longer conversations")
+    parser.add_argument("--size", default="0.6b", help="--gpu: of trainer_models.SIZES")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides for every case")
     args = parser.parse_args()
     where = "trainer and two vLLM instances on one GPU" if args.gpu else "trainer on core 0, two instances on core 1"
@@ -81,12 +87,12 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         scratch = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psrl-agentic-")))
         own = [*COMMON, *(ON_GPU if args.gpu else ON_CPU), *args.set]
-        model = gpu_model(scratch) if args.gpu else cpu_model(scratch, own)
+        model = gpu_model(scratch, args.size) if args.gpu else cpu_model(scratch, own)
         first = 0.0
         for number, name in enumerate(args.only):
             run_dir = scratch / f"{number:02}"
             launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *CASES[name]])
-            first = report(name, run_dir, first, 96 if args.gpu else TURN_TOKENS)
+            first = report(name, run_dir, first, GPU_TURN_TOKENS if args.gpu else TURN_TOKENS)
     return 0
 
 
@@ -95,19 +101,14 @@ def cpu_model(scratch: Path, overrides: list[str]) -> Path:
     return scratch / "base" / "model"
 
 
-def gpu_model(scratch: Path) -> Path:
-    from gpu_headline import random_model
-
-    random_model("0.6b", 4096, scratch / "model-0.6b", "cuda")
-    return scratch / "model-0.6b"
+def gpu_model(scratch: Path, size: str) -> Path:
+    gpu_headline.random_model(size, 8192, scratch / f"model-{size}", "cuda" if torch.cuda.is_available() else "cpu")
+    return scratch / f"model-{size}"
 
 
 def launch(run_dir: Path, overrides: list[str]) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    }
-    arguments = [sys.executable, "-m", "psrl.launch", f"run_dir={run_dir}", *overrides]
-    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, env=environment)
+    import_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    gpu_headline.launch(run_dir, overrides, {"PYTHONPATH": import_path})
 
 
 def report(name: str, run_dir: Path, first: float, turn_tokens: int) -> float:

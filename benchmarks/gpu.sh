@@ -33,13 +33,13 @@ part() { # part NAME SECONDS PROGRAM ARGUMENT...: a program of benchmarks/, or a
 for name in "$@"; do
   case $name in
   tests) part tests 300 -m pytest ../tests/gpu --noconftest -p no:cacheprovider -m "" -q ;;
-  packing) part packing 150 gpu_trainer.py --packing --budget-s 120 ;;
+  packing) part packing 240 gpu_trainer.py --packing --budget-s 210 ;;
   trainer) part trainer 300 gpu_trainer.py ;;
   weights) part weights 200 gpu_weights.py --reader-gpus 0 --rounds 7 ;;
   rollout) part rollout 420 gpu_rollout.py --size "$size" --out "$out/rollout.json" ;;
   whole_path) part whole_path 400 gpu_whole_path.py --out "$out/whole_path" ;;
   learning) part learning 580 gpu_learning.py --out "$out/learning" ;;
-  agentic) part agentic 420 agentic.py --gpu --steps 6 ;;
+  agentic) part agentic 560 agentic.py --gpu --steps 8 ;;
   shared) part shared 590 gpu_headline.py --gpus 1 --at-once 2 --size 0.6b --groups 16 --mean 192 --cap 1024 --steps 9 \
     --minutes 9 --out "$out/shared" ;;
   headline) part headline 590 gpu_headline.py --gpus 2 --size "$size" --groups 16 --mean 256 --cap 2048 --steps 9 \

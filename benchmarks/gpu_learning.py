@@ -2,6 +2,8 @@
 
     python benchmarks/gpu_learning.py [--strategies fsdp2 megatron] [--steps 150] [--dataset chain_sum] [--out runs/gpu_learning]
 
+The strategies' runs share the GPU at the same time: what they learn counts here, not how fast.
+
 The reward is the dataset's own verifier's, of the whole response: the model has to answer right and nothing else. A run that --out holds
 already is not run again. Prints the means of ten steps each and draws the curves to OUT/reward.png.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -43,10 +46,12 @@ def main() -> None:
     args.out = args.out.resolve()
     curves = {}
     print(describe_machine(), flush=True)
-    for strategy in args.strategies:
-        run = args.out / strategy
-        if not completed(run):
-            launch(run, overrides(args, strategy))
+    runs = {strategy: args.out / strategy for strategy in args.strategies}
+    with ThreadPoolExecutor(len(runs)) as pool:
+        todo = {strategy: run for strategy, run in runs.items() if not completed(run)}
+        for done in [pool.submit(launch, run, overrides(args, strategy)) for strategy, run in todo.items()]:
+            done.result()
+    for strategy, run in runs.items():
         summary = json.loads((run / "summary.json").read_text())
         rows = read_metrics(run / "metrics.jsonl")
         curves[strategy] = [row["critic/rewards/mean"] for row in rows]
@@ -73,7 +78,8 @@ def overrides(args: argparse.Namespace, strategy: str) -> list[str]:
     if args.device == "cpu":
         return [*found, "preset=laptop", "trainer.device=cpu", *args.extra]
     return [
-        *found, "preset=cluster", "trainer.device=cuda", "trainer.gpu_memory_fraction=0.45", f"{ROLLOUT}.gpu_memory_utilization=0.3",
+        *found, "preset=cluster", "trainer.device=cuda", "trainer.gpu_memory_fraction=0.25", f"{ROLLOUT}.gpu_memory_utilization=0.15",
+        f"{ROLLOUT}.engine_kwargs.vllm={{kv_cache_memory_bytes: {8 * 2**30}}}",  # so no engine measures while another one allocates
         f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.max_num_seqs=256", f"{ACTOR}.mixed_precision=bfloat16",
         "psrl.deployment.train_ngpus_per_node=1", "psrl.deployment.rollout_ngpus_per_node=1", *args.extra,
     ]  # fmt: skip

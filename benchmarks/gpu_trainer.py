@@ -51,7 +51,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.packing:
-        return compare(args.sizes, args.length, args.rows, args.steps, args.budget_s)
+        return compare(args.sizes, args.backends, args.length, args.rows, args.steps, args.budget_s)
     reached = matrix_rate()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; matrix product in bfloat16 {reached / 1e12:.0f} TFLOP/s"

@@ -7,6 +7,7 @@ Tokens/s and MFU count real tokens only.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -30,42 +31,58 @@ BEGUN = time.perf_counter()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEQUENCES = 16
 """Of the longest kind; the long tail has as many tokens."""
-COLUMNS = "{:5} {:6} {:9} {:>7} {:>8} {:>7} {:>9} {:>7} {:>9} {:>8} {:>8} {:>8}"
+COLUMNS = "{:5} {:9} {:6} {:9} {:>7} {:>8} {:>7} {:>9} {:>7} {:>9} {:>8} {:>8} {:>8}"
 HEAD = (
-    *("model", "lengths", "padding", "batches", "computed", "real", "step s", "real/s", "TFLOP/s", "MFU", "of sheet"),
+    *(
+        "model",
+        "backend",
+        "lengths",
+        "padding",
+        "batches",
+        "computed",
+        "real",
+        "step s",
+        "real/s",
+        "TFLOP/s",
+        "MFU",
+        "of sheet",
+    ),
     "peak GiB",
 )
 
 
-def compare(sizes: Sequence[str], length: int, rows: int, steps: int, budget_s: float) -> int:
-    """Print a line for each model, kind of lengths and way, as it is measured."""
+def compare(sizes: Sequence[str], backends: Sequence[str], length: int, rows: int, steps: int, budget_s: float) -> int:
+    """Print a line for each model, backend, kind of lengths and way, as it is measured."""
     reached = matrix_rate() if DEVICE == "cuda" else math.nan
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}; matrix product in bfloat16 {reached / 1e12:.0f} TFLOP/s")
     print(f"token budget of a micro-batch {rows} x {length}, median of {steps} steps after 1; activations kept")
     print(COLUMNS.format(*HEAD), flush=True)
     slowest = 0.0
-    for size in sizes:
+    for size, strategy in itertools.product(sizes, backends):
         for removed in (True, False):
             clean()
-            backend = make(size, removed)
+            backend = make(size, strategy, removed)
             for kind, lengths in (("equal", [length] * SEQUENCES), ("tail", long_tail(length * SEQUENCES, length))):
                 begun = time.perf_counter()
                 way = "removed" if removed else "kept"
                 if begun + slowest > BEGUN + budget_s:
                     print(
-                        f"{size:5} {kind:6} {way:9} left out: {begun - BEGUN:.0f} of {budget_s:.0f} s are spent",
+                        f"{size:5} {strategy:9} {kind:6} {way:9} left out: {begun - BEGUN:.0f} of {budget_s:.0f} s are spent",
                         flush=True,
                     )
                     continue
                 try:
                     figures = measure(backend, size, lengths, rows * length, steps, removed, reached)
                 except torch.cuda.OutOfMemoryError:
-                    print(f"{size:5} {kind:6} {way:9} out of memory", flush=True)
+                    print(f"{size:5} {strategy:9} {kind:6} {way:9} out of memory", flush=True)
                     continue
                 took = time.perf_counter() - begun
                 slowest = max(slowest, took)
-                print(COLUMNS.format(size, kind, way, *figures) + f"   (with its warm-up {took:.0f} s)", flush=True)
+                print(
+                    COLUMNS.format(size, strategy, kind, way, *figures) + f"   (with its warm-up {took:.0f} s)",
+                    flush=True,
+                )
             del backend
     print(f"{time.perf_counter() - BEGUN:.0f} s in all")
     return 0
@@ -82,10 +99,12 @@ def long_tail(tokens: int, cap: int, seed: int = 0) -> list[int]:
     return lengths
 
 
-def make(size: str, removed: bool) -> BackendCore:
+def make(size: str, strategy: str, removed: bool) -> BackendCore:
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(shape(size), dtype=torch.float32)
-    actor = ActorConfig(mixed_precision="bfloat16" if DEVICE == "cuda" else "float32", use_remove_padding=removed)
+    actor = ActorConfig(
+        strategy=strategy, mixed_precision="bfloat16" if DEVICE == "cuda" else "float32", use_remove_padding=removed
+    )
     return make_backend(model, actor, temperature=1.0, device=DEVICE)
 
 

@@ -46,8 +46,8 @@ class ActorConfig:
     """Token budget of a micro-batch on each GPU: rows x longest row, padding included (with use_remove_padding: real tokens), of
     which each rank has an equal part where ranks share rows (ulysses_sequence_parallel_size)."""
     use_remove_padding: bool = False
-    """fsdp2: a micro-batch becomes one row of its real tokens (sequence packing), for models with full attention in every layer and
-    responses of very different lengths; without ulysses_sequence_parallel_size and use_shared_prompt."""
+    """A micro-batch becomes one row of its real tokens (sequence packing), for models with full attention in every layer and
+    responses of very different lengths; without ulysses_sequence_parallel_size, context_parallel_size and use_shared_prompt."""
     use_shared_prompt: bool = True
     """Compute the prompt once for several responses of a group where the model allows it and it saves work."""
     ppo_epochs: int = 1

@@ -68,6 +68,7 @@ def _check_megatron(config: Config, installed: bool) -> None:
             f"dense models: use 1, and {MEGATRON}.{SHARING[0]} or {SHARING[1]} for models that do not fit one rank."
         )
     _refuse_fsdp_keys(config)
+    _check_unpadded(config, f"{MEGATRON}.context_parallel_size", settings.context_parallel_size)
     ranks, given = trainer_ranks(config), {name: getattr(settings, name) for name in SHARING}
     if ranks % prod(given.values()):
         named = " x ".join(f"{name}={size}" for name, size in given.items() if size > 1)
@@ -77,11 +78,18 @@ def _check_megatron(config: Config, installed: bool) -> None:
         )
 
 
+def _check_unpadded(config: Config, key: str, sharing: int) -> None:
+    """`sharing`: ranks that share a row, by what `key` says."""
+    if config.train_actor_rollout_ref.actor.use_remove_padding and sharing > 1:
+        raise ConfigError(
+            f"{ACTOR}.use_remove_padding=True cannot be had with {key}={sharing}, which shares rows of equal length: leave one of them out."
+        )
+
+
 def _refuse_fsdp_keys(config: Config) -> None:
     actor = config.train_actor_rollout_ref.actor
     given = {
         "ulysses_sequence_parallel_size": (actor.ulysses_sequence_parallel_size, 1),
-        "use_remove_padding": (actor.use_remove_padding, False),
         "fsdp_config.fsdp_size": (actor.fsdp_config.fsdp_size, -1),
         "fsdp_config.param_offload": (actor.fsdp_config.param_offload, False),
         "fsdp_config.optimizer_offload": (actor.fsdp_config.optimizer_offload, False),
@@ -107,11 +115,7 @@ def _check_fsdp(config: Config) -> None:
             f"{ACTOR}.ulysses_sequence_parallel_size={sharing} does not divide the {ranks} trainer ranks "
             "(psrl.deployment.train_nnodes x train_ngpus_per_node): choose a divisor."
         )
-    if actor.use_remove_padding and sharing > 1:
-        raise ConfigError(
-            f"{ACTOR}.use_remove_padding=True cannot be had with {ACTOR}.ulysses_sequence_parallel_size={sharing}, which shares rows of "
-            "equal length: leave one of them out."
-        )
+    _check_unpadded(config, f"{ACTOR}.ulysses_sequence_parallel_size", sharing)
     if shards == 0 or shards < -1 or (shards > 0 and ranks % shards):
         raise ConfigError(
             f"{ACTOR}.fsdp_config.fsdp_size={shards} does not divide the {ranks} trainer ranks "

@@ -34,8 +34,9 @@ OPEN = (
     "data.task_params",
     "data.reasoning_gym.params",
     "gen_actor_rollout_ref.rollout.multi_turn.environment_params",
+    "gen_actor_rollout_ref.rollout.engine_kwargs.vllm",
 )
-"""Mappings whose keys belong to the task: any may be set."""
+"""Mappings whose keys belong to a task, an environment or vLLM: any may be set."""
 BANDS = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_correction.rollout_rs_threshold")
 """Their "lo_hi" must not be read as one number: 0.5_5 is 0.55 in Python's, YAML's and Hydra's spelling."""
 

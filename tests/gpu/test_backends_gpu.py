@@ -33,6 +33,7 @@ VARIANTS = [
     pytest.param({"use_remove_padding": True}, id="unpadded"),
     pytest.param({"use_remove_padding": True, "use_torch_compile": True}, id="unpadded, compiled"),
     pytest.param({"strategy": "megatron"}, marks=MEGATRON, id="megatron"),
+    pytest.param({"strategy": "megatron", "use_remove_padding": True}, marks=MEGATRON, id="megatron, unpadded"),
 ]
 SPREAD = [variant for variant in ALL if variant.values[0].world_size == 2]
 STEPS = 4

@@ -54,6 +54,9 @@ VARIANTS = [
     ),
     pytest.param(Variant("megatron-dp2", 2, {"strategy": "megatron"}), marks=MEGATRON),
     pytest.param(
+        Variant("megatron-unpadded-1", 1, {"strategy": "megatron", "use_remove_padding": True}), marks=MEGATRON
+    ),
+    pytest.param(
         Variant("megatron-pp2", 2, {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 2}}),
         marks=MEGATRON,
     ),
@@ -71,6 +74,19 @@ VARIANTS = [
             4,
             {
                 "strategy": "megatron",
+                "megatron": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            },
+        ),
+        marks=[MEGATRON, pytest.mark.slow],
+    ),
+    pytest.param(
+        Variant(
+            "megatron-unpadded-tp2-pp2",
+            4,
+            {
+                "strategy": "megatron",
+                "use_remove_padding": True,
+                "gradient_checkpointing": True,
                 "megatron": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
             },
         ),

@@ -121,13 +121,14 @@ def test_a_row_by_hand():
         micro_batch([3, 2]),
         input_ids=torch.tensor([[5, 6, 7], [8, 9, 0]]),
     )
-    inputs, places = unpadded.without_padding(batch, torch.tensor([1, 3, 4]))
+    row = unpadded.without_padding(batch)
+    inputs, places = unpadded.keywords(row), row.places[torch.tensor([1, 3, 4])]
     assert inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 5] and inputs["cu_seq_lens_q"].dtype == torch.int32
     assert inputs["max_length_q"] == 3
     assert places.tolist() == [1, 3, 4]
-    _, places = unpadded.without_padding(micro_batch([2, 3]), torch.tensor([0, 1, 3, 5]))
+    places = unpadded.without_padding(micro_batch([2, 3])).places[torch.tensor([0, 1, 3, 5])]
     assert places.tolist() == [0, 1, 2, 4]
 
 
@@ -204,9 +205,8 @@ def test_the_kernel_is_given_what_it_asks_for(monkeypatch):
     monkeypatch.setattr(unpadded, "varlen_attn", stand_in)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 15, heads, 16, generator=generator).transpose(1, 2) for heads in (4, 2, 2))
-    where = {"cu_seq_lens_q": torch.tensor([0, 9, 10, 15], dtype=torch.int32), "max_length_q": 9}
-    ways = (unpadded._in_one_kernel, unpadded._one_by_one)
-    kernel, one_by_one = (attend(torch.nn.Module(), q, k, v, None, 0.3, **where)[0] for attend in ways)
+    ends = unpadded.Ends(torch.tensor([0, 9, 10, 15], dtype=torch.int32), 9)
+    kernel, one_by_one = (attend(q, k, v, ends, 0.3) for attend in (unpadded.in_one_kernel, unpadded.one_by_one))
     assert kernel.shape == (1, 15, 4, 16)
     torch.testing.assert_close(kernel, one_by_one, rtol=0, atol=1e-6)
     first = F.scaled_dot_product_attention(
@@ -219,8 +219,7 @@ def test_the_installed_torch_takes_what_the_kernel_is_given():
     """Shapes only, forward and backward: there is no such kernel on a CPU."""
     with FakeTensorMode():
         q, k, v = (torch.empty(1, heads, 15, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
-        where = {"cu_seq_lens_q": torch.empty(4, dtype=torch.int32), "max_length_q": 9}
-        out, _ = unpadded._in_one_kernel(torch.nn.Module(), q, k, v, None, 0.25, **where)
+        out = unpadded.in_one_kernel(q, k, v, unpadded.Ends(torch.empty(4, dtype=torch.int32), 9), 0.25)
         out.sum().backward()
     assert out.shape == (1, 15, 4, 16) and out.dtype == torch.bfloat16
     assert all(x.grad.shape == x.shape for x in (q, k, v))
@@ -237,10 +236,9 @@ def test_the_installed_torch_takes_what_the_kernel_is_given():
     ],
 )
 def test_the_way_follows_from_the_device_and_a_slow_one_is_said(device, dtype, head, way, warned, caplog):
-    model = make_model()
-    model.config.head_dim = head
-    unpadded.attend_unpadded(model, torch.device(device), dtype)
-    assert model.config._attn_implementation == way
+    config = make_model().config
+    config.head_dim = head
+    assert unpadded.attention_of(config, torch.device(device), dtype) == way
     assert ["one by one (slow)" in record.getMessage() for record in caplog.records] == [True] * warned
 
 

@@ -91,7 +91,7 @@ def test_killed_workers_and_cores_end_their_instance_and_a_killed_instance_ends_
     run = new_run(
         {
             **VLLM,
-            "+gen_actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "mp",
+            "gen_actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "mp",
             "psrl.fault_tolerance.max_restarts": 3,
             "trainer.total_training_steps": 40,
         }

@@ -66,8 +66,8 @@ REFUSED = [
         r"ulysses_sequence_parallel_size=2 has no meaning with .*strategy=megatron: leave it at 1",
     ),
     (
-        {"strategy": "megatron", "use_remove_padding": True},
-        r"use_remove_padding=True has no meaning with .*strategy=megatron: leave it at False",
+        {"strategy": "megatron", "use_remove_padding": True, "megatron": {"context_parallel_size": 2}},
+        r"use_remove_padding=True cannot be had with .*megatron.context_parallel_size=2, .*: leave one of them out",
     ),
     (
         {"use_remove_padding": True, "ulysses_sequence_parallel_size": 2},
@@ -102,6 +102,7 @@ def test_a_missing_package_is_one_sentence():
         {"use_remove_padding": True, "fsdp_config": {"fsdp_size": 2}},
         {"strategy": "megatron"},
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4}},
+        {"strategy": "megatron", "use_remove_padding": True, "megatron": {"tensor_model_parallel_size": 2}},
         {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}},
     ],
 )

@@ -25,6 +25,7 @@ from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
 from psrl.trainer.backends.remembered import Remembered
 from psrl.trainer.backends.saves import BackgroundSave, checkpoint_errors, copied
+from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +229,12 @@ class BackendCore(ABC):
         yield from map(local_part, held)
 
     # ---- parts -------------------------------------------------------------------------------------------------
+
+    def _unshare_prompts(self, actor: ActorConfig) -> None:
+        """Where rows have no padding, their sequences have nothing in common either."""
+        if actor.use_shared_prompt and self.rank == 0:
+            logger.info("%s=True: each response has a copy of its prompt, use_shared_prompt is off", UNPADDED_KEY)
+        self.can_share_prompts = False
 
     def _loss(self, batch: MicroBatch, loss_fn: LossFn) -> torch.Tensor:
         """Of a micro-batch, with gradient; its partial metrics are kept."""

@@ -18,7 +18,8 @@ from psrl.trainer.backends.fsdp2 import FSDP2Backend
 
 class FSDP2Critic(FSDP2Backend):
     """Value model of one trainer rank, sharded as the policy is (`actor`), with an optimizer of its own (`critic`). Whatever
-    backend the policy has: ranks that share its samples, by tensor or context parallelism, share the rows here (Ulysses).
+    backend the policy has: ranks that share its samples, by tensor or context parallelism, share the rows here (Ulysses), which then
+    keep their padding.
 
     `model`: a causal language model, which this takes over; its output layer gives way to a scalar head of zeros. So all values
     are exactly 0 at first, and GAE is then the sum of later rewards, discounted by gamma x lambda. Rows may share prompts: the value of a response's
@@ -37,7 +38,13 @@ class FSDP2Critic(FSDP2Backend):
         sharing = ranks_of_a_row(actor) * actor.megatron.tensor_model_parallel_size
         super().__init__(
             with_scalar_head(model),
-            replace(actor, optim=critic.optim, grad_clip=critic.grad_clip, ulysses_sequence_parallel_size=sharing),
+            replace(
+                actor,
+                optim=critic.optim,
+                grad_clip=critic.grad_clip,
+                ulysses_sequence_parallel_size=sharing,
+                use_remove_padding=actor.use_remove_padding and sharing == 1,
+            ),
             temperature=1.0,
             total_steps=total_steps,
             device=device,

@@ -40,7 +40,7 @@ from psrl.trainer.backends.core import (
 )
 from psrl.trainer.backends.ulysses import SIZE_KEY, Ulysses
 from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
-from psrl.trainer.backends.unpadded import attend_unpadded, without_padding
+from psrl.trainer.backends.unpadded import attention_of, keywords, without_padding
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +120,9 @@ class FSDP2Backend(BackendCore):
         """From each micro-batch, whose sequences have nothing in common any more."""
         if not self.can_share_prompts:
             raise ValueError(f"{UNPADDED_KEY}=True needs full attention in every layer: use False for this model")
-        if actor.use_shared_prompt and self.rank == 0:
-            logger.info("%s=True: each response has a copy of its prompt, use_shared_prompt is off", UNPADDED_KEY)
-        self.can_share_prompts = False
-        attend_unpadded(self._model, self.device, dtype)
+        self._unshare_prompts(actor)
+        config = self._model.config
+        config._attn_implementation = attention_of(config, self.device, dtype)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty, and replicas of a
@@ -145,7 +144,8 @@ class FSDP2Backend(BackendCore):
         places = predictors_of(batch, targets)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, **_shared_inputs(batch.layout)}
         if self._unpadded:
-            inputs, places = without_padding(batch, places)
+            row = without_padding(batch)
+            inputs, places = keywords(row), row.places[places]
         logits = self._logits(inputs, places)
 
         def grid(values: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ compute dtype. Everything that leaves the backend (published weights, checkpoint
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,7 +41,20 @@ from psrl.trainer.backends.pipeline_parallel import (
     stage_layers,
 )
 from psrl.trainer.backends.ulysses import SharedRows
+from psrl.trainer.backends.unpadded import ATTENTIONS, Ends, attention_of, without_padding
+from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
 from psrl.trainer.backends.vocab_parallel import VocabularyPart, part_entropies, part_log_probs
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the layers are given: tokens [rows, length], their positions (None: 0, 1, 2, ...) and what attention has to know (None: it is
+    causal). `places`: see Unpadded."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor | None
+    mask: torch.Tensor | Ends | None
+    places: torch.Tensor | None = None
 
 
 class MegatronBackend(BackendCore):
@@ -48,7 +62,7 @@ class MegatronBackend(BackendCore):
 
     `model` must be the same on every rank; each keeps its part of it. ValueError, one sentence, for a model that is no dense
     Llama, Qwen2 or Qwen3, or that the ranks cannot share evenly. Not `trainable`: frozen, without an optimizer, for
-    `log_probs` only. The model stays in eval mode.
+    `log_probs` only. The model stays in eval mode. Rows may have no padding (`unpadded.py`), unless ranks share them.
     """
 
     def __init__(
@@ -81,8 +95,17 @@ class MegatronBackend(BackendCore):
         self._link = Link(layout.pipeline.group, device, dtype) if layout.pipeline.size > 1 else None
         self._model = build_gpt_model(model, shape, self._stage, self._tensor.size, dtype).to(device)
         self._rows = SharedRows(layout.context.group) if layout.context.size > 1 else None
+        self._unpadded = actor.use_remove_padding
+        if self._unpadded:
+            if self._rows is not None:
+                raise ValueError(
+                    f"{UNPADDED_KEY}=True cannot be had with {PREFIX}context_parallel_size={self._rows.size}: leave one out"
+                )
+            self._unshare_prompts(actor)
+        attention = ATTENTIONS[attention_of(model.config, device, dtype)] if self._unpadded else None
         for layer in self._model.decoder.layers:
-            layer.self_attention.core_attention.rows = self._rows
+            core = layer.self_attention.core_attention
+            core.rows, core.unpadded = self._rows, attention
         if self._stage.is_last:
             self._model.output_layer.register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
@@ -148,15 +171,18 @@ class MegatronBackend(BackendCore):
 
     def _token_outputs(self, batch: MicroBatch, entropy: bool = False) -> TokenOutputs:
         """The model runs on all tokens, its output layer only on the positions that predict a trainable token."""
-        rows, length = batch.input_ids.shape
+        length = batch.input_ids.shape[1]
         batch = batch if self._rows is None else self._rows.enter(batch)
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
-        places, width = predictors_of(batch, targets), batch.input_ids.shape[1]
+        places = predictors_of(batch, targets)
         if self._rows is not None:
-            inside, places = self._rows.mine(places, width)
-            targets, width = targets[inside], width // self._rows.size
+            inside, places = self._rows.mine(places, batch.input_ids.shape[1])
+            targets = targets[inside]
+        given = self._given(batch)
+        places = places if given.places is None else given.places[places]
+        rows, width = given.ids.shape
         self._predictors = places % width * rows + places // width  # Megatron's order is [length, rows]
-        logits = self._run(batch)[0]
+        logits = self._run(given)[0]
         start = self._tensor.rank * logits.shape[-1]
         part = VocabularyPart(start, self._tensor.group) if self._tensor.size > 1 else None
         logits = logits[:, : max(0, self._shape.vocab_size - start)]  # without the padding of the vocabulary
@@ -171,16 +197,23 @@ class MegatronBackend(BackendCore):
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """[length, rows, hidden] behind a stage that is not the last."""
-        return self._run(batch if self._rows is None else self._rows.enter(batch))
+        return self._run(self._given(batch if self._rows is None else self._rows.enter(batch)))
 
-    def _run(self, batch: MicroBatch) -> torch.Tensor:
-        """What this rank's stage makes of its part of the rows."""
+    def _given(self, batch: MicroBatch) -> Given:
+        """Of a batch that has entered."""
+        if self._unpadded:
+            row = without_padding(batch)
+            return Given(row.input_ids, row.positions, row.ends, row.places)
         ids, positions = batch.input_ids, batch.layout.positions if batch.layout else None
         if self._rows is not None:
             ids, positions = self._rows.part(batch)
-        self._model.rotary_pos_emb.positions = positions
+        return Given(ids, positions, shared_mask(batch.layout))
+
+    def _run(self, given: Given) -> torch.Tensor:
+        """What this rank's stage makes of its part of the rows."""
+        self._model.rotary_pos_emb.positions = given.positions
         try:
-            result: torch.Tensor = self._model(ids, None, shared_mask(batch.layout))
+            result: torch.Tensor = self._model(given.ids, None, given.mask)
             return result
         finally:
             self._predictors = self._model.rotary_pos_emb.positions = None
@@ -188,6 +221,11 @@ class MegatronBackend(BackendCore):
 
     def _hidden_shapes(self, batches: Sequence[MicroBatch]) -> list[Shape]:
         """Of what goes from stage to stage."""
+        if self._unpadded:
+            tokens: list[int] = (
+                torch.stack([batch.attention_mask.sum() for batch in batches]).tolist() if batches else []
+            )
+            return [(number, 1, self.hidden_size) for number in tokens]
         sharing = self._layout.context.size
         return [(-(-b.input_ids.shape[1] // sharing), b.input_ids.shape[0], self.hidden_size) for b in batches]
 

@@ -25,6 +25,7 @@ from psrl.trainer.backends.hf_mapping import Dense, Rule, block, join_local, pad
 from psrl.trainer.backends.megatron_layout import PREFIX, Place
 from psrl.trainer.backends.pipeline_parallel import StageLayers
 from psrl.trainer.backends.ulysses import SharedRows
+from psrl.trainer.backends.unpadded import Attention, Ends
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length and that leave the attention scores alone."""
@@ -181,19 +182,24 @@ class Rotary(torch.nn.Module):
 
 
 class SDPAttention(torch.nn.Module):
-    """PyTorch's attention kernel in Megatron's layout: causal, or with a mask bool [rows, 1, length, length]. `rows`: set
-    where ranks share rows, which attention needs whole."""
+    """PyTorch's attention kernel in Megatron's layout: causal, or with a mask bool [rows, 1, length, length], or over a row without
+    padding, whose sequences' ends then travel in the mask's place. `rows`: set where ranks share rows, which attention needs
+    whole; `unpadded`: where rows have no padding."""
 
     def __init__(self, *, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
         self.rows: SharedRows | None = None
+        self.unpadded: Attention | None = None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **_: Any
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | Ends | None, **_: Any
     ) -> torch.Tensor:
         """query [length, rows, heads, d], key and value with fewer heads -> [length, rows, heads x d]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if isinstance(mask, Ends):
+            assert self.unpadded is not None
+            return self.unpadded(q, k, v, mask, self.scale).transpose(0, 1).flatten(2)
         if self.rows is not None:
             return self.rows.attention(q, k, v, mask, self.scale).transpose(0, 1).flatten(2)
         out = F.scaled_dot_product_attention(
