@@ -53,9 +53,9 @@ ON_GPU = [
     "trainer.device=cuda", "trainer.gpu_memory_fraction=0.4", f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16",
     f"{ROLLOUT}gpu_memory_utilization=0.15", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=8", "psrl.rollout_n=8",
     # Blocks of 16 tokens; with the second key no engine measures memory while the other one allocates.
-    f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 5632, kv_cache_memory_bytes: {12 * 2**30}}}",
+    f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 4096, kv_cache_memory_bytes: {12 * 2**30}}}",
     "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=4608",
-    f"{ROLLOUT}multi_turn.environment_params={{turns: 8, tokens: 512, seconds: 0.5}}",
+    f"{ROLLOUT}multi_turn.environment_params={{turns: 20, tokens: 192, seconds: 0.5}}",
     f"{ROLLOUT}multi_turn.max_tokens_per_turn={GPU_TURN_TOKENS}",
     "train_actor_rollout_ref.actor.mixed_precision=bfloat16", "train_actor_rollout_ref.actor.gradient_checkpointing=True",
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",

@@ -25,7 +25,7 @@ from psrl.config.actor import ActorConfig
 from psrl.trainer.backends.base import MicroBatch
 from psrl.trainer.backends.core import BackendCore
 from psrl.trainer.backends.make import make_backend
-from psrl.trainer.micro_batches import plan_micro_batches
+from psrl.trainer.micro_batches import MICRO_BATCH_COST, plan_micro_batches
 
 BEGUN = time.perf_counter()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,7 +113,7 @@ def measure(
 ) -> list[str]:
     """The columns of a line, from the number of micro-batches on."""
     config, real = shape(size), sum(lengths)
-    plan = plan_micro_batches(lengths, 1, budget, padded=not removed)
+    plan = plan_micro_batches(lengths, 1, budget, MICRO_BATCH_COST[DEVICE], padded=not removed)
     cut = [[lengths[i] for i in batch] for batch in plan.ranks[0]]
     batches = [micro_batch(part, config.vocab_size, seed) for seed, part in enumerate(cut)]
     computed = real if removed else sum(len(part) * part[0] for part in cut)

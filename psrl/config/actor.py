@@ -45,11 +45,13 @@ class ActorConfig:
     ppo_max_token_len_per_gpu: int = 16384
     """Token budget of a micro-batch on each GPU: rows x longest row, padding included (with use_remove_padding: real tokens), of
     which each rank has an equal part where ranks share rows (ulysses_sequence_parallel_size)."""
-    use_remove_padding: bool = False
-    """A micro-batch becomes one row of its real tokens (sequence packing), for models with full attention in every layer and
-    responses of very different lengths; without ulysses_sequence_parallel_size, context_parallel_size and use_shared_prompt."""
+    use_remove_padding: bool | None = None
+    """A micro-batch becomes one row of its real tokens (sequence packing); without ulysses_sequence_parallel_size,
+    context_parallel_size and use_shared_prompt. null: on a GPU, for models with full attention in every layer whose heads its kernel
+    takes."""
     use_shared_prompt: bool = True
-    """Compute the prompt once for several responses of a group where the model allows it and it saves work."""
+    """Compute the prompt once for several responses of a group where the model allows it and it saves work, in rows with padding
+    (use_remove_padding=False)."""
     ppo_epochs: int = 1
     """Passes over one buffer."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)

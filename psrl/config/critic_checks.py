@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from psrl.config.actor import ActorConfig, ranks_of_a_row
 from psrl.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +26,19 @@ def needs_critic(config: Config) -> bool:
     return config.algorithm.adv_estimator == "gae"
 
 
+def ranks_of_a_critic_row(actor: ActorConfig) -> int:
+    """Trainer ranks that hold a part of each row of the critic: those that share the policy's samples, however they do."""
+    return ranks_of_a_row(actor) * actor.megatron.tensor_model_parallel_size
+
+
+def policy_settings(config: Config) -> ActorConfig:
+    """The policy's, which has padding if its critic has: both train on the same micro-batches."""
+    actor = config.train_actor_rollout_ref.actor
+    if needs_critic(config) and ranks_of_a_critic_row(actor) > 1 and actor.use_remove_padding is None:
+        return replace(actor, use_remove_padding=False)
+    return actor
+
+
 def check_critic(config: Config) -> None:
     """Refuse what contradicts itself or cannot run (ConfigError)."""
     clip, warmup, steps = (
@@ -40,7 +55,13 @@ def check_critic(config: Config) -> None:
                 "or use algorithm.adv_estimator=gae."
             )
         return
-    stages = config.train_actor_rollout_ref.actor.megatron.pipeline_model_parallel_size
+    actor = config.train_actor_rollout_ref.actor
+    stages, sharing = actor.megatron.pipeline_model_parallel_size, ranks_of_a_critic_row(actor)
+    if actor.use_remove_padding and sharing > 1:
+        raise ConfigError(
+            "train_actor_rollout_ref.actor.use_remove_padding=True cannot be had with algorithm.adv_estimator=gae here: its critic's rows "
+            f"are shared by {sharing} ranks, which keeps their padding. Leave it at null, or use megatron.tensor_model_parallel_size=1."
+        )
     if stages > 1:
         raise ConfigError(
             "algorithm.adv_estimator=gae has a critic on FSDP2, which cannot go by train_actor_rollout_ref.actor.megatron."

@@ -15,6 +15,7 @@ from psrl.protocol.samples import Group
 from psrl.trainer.backends.base import MicroBatch, TrainBackend
 from psrl.trainer.batch import SampleIndex, build_micro_batches, groups_needed, rewards_of, sample_rewards
 from psrl.trainer.chunks import Part
+from psrl.trainer.micro_batches import MICRO_BATCH_COST
 from psrl.trainer.objective import reward_shape
 from psrl.trainer.step_plan import PlanSettings, StepPlan
 
@@ -93,6 +94,7 @@ def plan_settings(actor: TrainBackend, config: Config) -> PlanSettings:
         num_ranks=actor.dp_size,
         max_tokens=settings.ppo_max_token_len_per_gpu,
         row_ranks=ranks_of_a_row(settings),
-        padded=not settings.use_remove_padding,
+        padded=actor.pads,
+        micro_batch_cost=MICRO_BATCH_COST[actor.device.type],
         hidden_size=actor.hidden_size if settings.use_shared_prompt and actor.can_share_prompts else None,
     )

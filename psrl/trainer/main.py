@@ -17,7 +17,7 @@ from psrl.colocate.gpu_lock import TurnError
 from psrl.colocate.memory import trainer_memory
 from psrl.colocate.turn import trainer_turn
 from psrl.config.algorithm_checks import needs_reference
-from psrl.config.critic_checks import needs_critic
+from psrl.config.critic_checks import needs_critic, policy_settings
 from psrl.config.schema import Config
 from psrl.models.load import load_causal_lm
 from psrl.models.resolve import run_model
@@ -61,7 +61,7 @@ class Trainer:
         with self.turn.region():
             self.actor = make_backend(
                 load_causal_lm(source.path, config.model.dtype),
-                config.train_actor_rollout_ref.actor,
+                policy_settings(config),
                 temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
                 total_steps=optimizer_steps(config),
                 device=device,
@@ -292,7 +292,7 @@ def make_reference(config: Config, path: Path, device: torch.device | str = "cpu
     """The initial weights, frozen: a resumed run starts from a checkpoint, its reference does not."""
     return make_backend(
         load_causal_lm(path, config.model.dtype),
-        config.train_actor_rollout_ref.actor,
+        policy_settings(config),
         temperature=config.gen_actor_rollout_ref.rollout.temperature or 1.0,
         trainable=False,
         device=device,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from psrl.config.algorithm_checks import needs_reference
-from psrl.config.critic_checks import needs_critic
+from psrl.config.critic_checks import needs_critic, policy_settings
 from psrl.config.schema import Config
 from psrl.coordinator.ledger import replay
 from psrl.coordinator.records import Start, Take
@@ -80,7 +80,7 @@ class Replay:
         torch.set_num_threads(self.config.psrl.deployment.train_cpu_threads)
         self.actor = make_backend(
             load_causal_lm(run_model(run_dir).path, self.config.model.dtype),
-            self.config.train_actor_rollout_ref.actor,
+            policy_settings(self.config),
             temperature=self.config.gen_actor_rollout_ref.rollout.temperature or 1.0,
             total_steps=optimizer_steps(self.config),
         )

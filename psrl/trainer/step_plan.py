@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from psrl.trainer.micro_batches import plan_micro_batches, trainable_lengths
+from psrl.trainer.micro_batches import MICRO_BATCH_COST, plan_micro_batches, trainable_lengths
 from psrl.trainer.rows import Row, separate_rows, shared_rows
 
 RankRows = tuple[tuple[Row, ...], ...]
@@ -21,7 +21,8 @@ class PlanSettings:
     """`mini_groups`: groups of an optimizer step. `least_valid`: trainable samples without which a group is left out.
     `micro_samples`: samples of a micro-batch on each rank; None: as many as `max_tokens` on each GPU allow, of which there are
     `row_ranks` to a row, with a part of it each. `num_ranks`: those that work on different samples. `hidden_size`: of a model
-    whose rows may share prompts; None: each sample is a row. Not `padded`: the model computes nothing for padding."""
+    whose rows may share prompts; None: each sample is a row. Not `padded`: the model computes nothing for padding.
+    `micro_batch_cost`: tokens that cost as much as one more micro-batch."""
 
     mini_groups: int
     least_valid: int
@@ -31,6 +32,7 @@ class PlanSettings:
     hidden_size: int | None
     row_ranks: int = 1
     padded: bool = True
+    micro_batch_cost: int = MICRO_BATCH_COST["cpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class StepPlan:
         self._next = end
         parts = [-(-row.length // self.settings.row_ranks) for row in rows]
         settings = self.settings
-        plan = plan_micro_batches(parts, settings.num_ranks, settings.max_tokens, padded=settings.padded)
+        plan = plan_micro_batches(
+            parts, settings.num_ranks, settings.max_tokens, settings.micro_batch_cost, padded=settings.padded
+        )
         batches = [
             tuple(tuple(rows[i] for i in rank[number]) for rank in plan.ranks)
             for number in range(plan.num_micro_batches)

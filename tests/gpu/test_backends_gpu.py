@@ -102,6 +102,13 @@ def test_the_kernel_for_sequences_of_any_lengths_is_as_near_to_the_cpu_as_rows_w
         assert ours["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=0.02)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("megatron", marks=MEGATRON)])
+def test_padding_is_left_out_unasked_where_the_kernel_can(strategy):
+    assert not on("cuda", strategy=strategy, mixed_precision="bfloat16").pads
+    assert on("cuda", strategy=strategy).pads  # float32
+    assert on("cuda", strategy=strategy, mixed_precision="bfloat16", use_remove_padding=False).pads
+
+
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Path, list[dict[str, float]]]]]:
     """`spread(name)`: where the ranks of a variant left what they have, and the loss curve. All variants are started by the first."""

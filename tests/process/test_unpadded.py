@@ -239,7 +239,13 @@ def test_the_way_follows_from_the_device_and_a_slow_one_is_said(device, dtype, h
     config = make_model().config
     config.head_dim = head
     assert unpadded.attention_of(config, torch.device(device), dtype) == way
+    assert unpadded.has_kernel(config, torch.device(device), dtype) is (way == unpadded.IN_ONE_KERNEL)
     assert ["one by one (slow)" in record.getMessage() for record in caplog.records] == [True] * warned
+
+
+def test_on_a_cpu_nobody_leaves_padding_out_unasked():
+    assert [backend.pads for backend in both()] == [True, False]
+    assert FSDP2Backend(make_model(), make_actor(), temperature=0.8).pads
 
 
 def test_prompts_are_not_shared_and_that_is_said(caplog):

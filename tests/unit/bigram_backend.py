@@ -21,10 +21,12 @@ class BigramBackend:
     hidden_size = 4
     device = torch.device("cpu")
 
-    def __init__(self, all_sum: Callable = list, rank=0, world_size=1, seed=0, lr=0.5, can_share_prompts=False) -> None:
+    def __init__(
+        self, all_sum: Callable = list, rank=0, world_size=1, seed=0, lr=0.5, can_share_prompts=False, pads=True
+    ) -> None:
         self.all_sum, self.rank, self.world_size, self.lr = all_sum, rank, world_size, lr
         self.dp_rank, self.dp_size = rank, world_size
-        self.can_share_prompts = can_share_prompts
+        self.can_share_prompts, self.pads = can_share_prompts, pads
         generator = torch.Generator().manual_seed(seed)
         self.table = torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
         self.forwards = 0

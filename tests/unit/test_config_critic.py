@@ -8,7 +8,7 @@ from test_config_algorithm import composed
 
 from psrl.config.checks import check
 from psrl.config.compose import compose_config
-from psrl.config.critic_checks import check_critic
+from psrl.config.critic_checks import check_critic, policy_settings
 from psrl.config.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -55,6 +55,17 @@ def test_beside_megatron_a_critic_shares_samples_but_has_no_stages() -> None:
     config.train_actor_rollout_ref.actor.megatron.pipeline_model_parallel_size = 2
     with pytest.raises(ConfigError, match=r"critic on FSDP2, .*megatron\.pipeline_model_parallel_size=2: use 1"):
         check_critic(config)
+
+
+def test_a_critic_whose_rows_are_shared_keeps_the_padding_of_the_policy_too() -> None:
+    actor = "train_actor_rollout_ref.actor"
+    shared = [f"{actor}.strategy=megatron", f"{MEGATRON}.tensor_model_parallel_size=2"]
+    assert policy_settings(composed(GAE, *shared)).use_remove_padding is False
+    for overrides in ([GAE], shared):
+        assert policy_settings(composed(*overrides)).use_remove_padding is None
+    with pytest.raises(ConfigError, match=r"use_remove_padding=True cannot be had .* shared by 2 ranks"):
+        check_critic(composed(GAE, *shared, f"{actor}.use_remove_padding=True"))
+    check_critic(composed(GAE, f"{actor}.use_remove_padding=True"))
 
 
 @pytest.mark.parametrize(

@@ -147,10 +147,19 @@ def test_ranks_that_share_rows_share_their_token_budget(ulysses, row_ranks):
 
 @pytest.mark.parametrize("unpadded", [False, True])
 def test_what_the_model_does_with_padding_decides_what_a_micro_batch_holds(unpadded):
-    config = make_config({"use_remove_padding": unpadded, "ppo_max_token_len_per_gpu": 8})
-    plan = StepPlan(plan_settings(BigramBackend(), config))
+    config = make_config({"ppo_max_token_len_per_gpu": 8})
+    plan = StepPlan(plan_settings(BigramBackend(pads=not unpadded), config))
     (mini,) = plan.extend([[6, 2]], [1], samples=2, last=True)
     assert [len(rows) for (rows,) in mini.batches] == ([2] if unpadded else [1, 1])
+
+
+@pytest.mark.parametrize(("device", "micro_batches"), [("cpu", 2), ("cuda", 1)])
+def test_where_one_more_micro_batch_costs_more_there_are_fewer(device, micro_batches):
+    backend = BigramBackend()
+    backend.device = torch.device(device)
+    plan = StepPlan(plan_settings(backend, make_config()))
+    (mini,) = plan.extend([[500, 2]], [1], samples=2, last=True)
+    assert len(mini.batches) == micro_batches
 
 
 def test_a_step_by_hand():

@@ -99,6 +99,8 @@ class TrainBackend(Protocol):
     """Which share of the micro-batches this rank has; ranks that share a model or a row have the same."""
     dp_size: int
     hidden_size: int
+    pads: bool
+    """Its model computes padding too; if not, the real tokens of a micro-batch only."""
     can_share_prompts: bool
     """Rows may hold several responses behind one prompt (`MicroBatch.layout`)."""
 

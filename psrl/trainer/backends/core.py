@@ -36,10 +36,11 @@ TokenOutputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class BackendCore(ABC):
-    """See TrainBackend. Subclasses set `hidden_size` and `can_share_prompts`, and call `_make_optimizer` at the end, unless
+    """See TrainBackend. Subclasses set `hidden_size`, `pads` and `can_share_prompts`, and call `_make_optimizer` at the end, unless
     they are frozen: then there is `log_probs` only."""
 
     hidden_size: int
+    pads: bool
     can_share_prompts: bool
 
     def __init__(
@@ -233,7 +234,10 @@ class BackendCore(ABC):
     def _unshare_prompts(self, actor: ActorConfig) -> None:
         """Where rows have no padding, their sequences have nothing in common either."""
         if actor.use_shared_prompt and self.rank == 0:
-            logger.info("%s=True: each response has a copy of its prompt, use_shared_prompt is off", UNPADDED_KEY)
+            logger.info(
+                "micro-batches have no padding (%s), and each response a copy of its prompt: use_shared_prompt is off",
+                UNPADDED_KEY,
+            )
         self.can_share_prompts = False
 
     def _loss(self, batch: MicroBatch, loss_fn: LossFn) -> torch.Tensor:

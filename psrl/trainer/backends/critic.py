@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from psrl.config.actor import ranks_of_a_row
 from psrl.config.critic import CriticConfig
+from psrl.config.critic_checks import ranks_of_a_critic_row
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch
 from psrl.trainer.backends.core import TokenOutputs
@@ -35,7 +35,7 @@ class FSDP2Critic(FSDP2Backend):
         total_steps: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        sharing = ranks_of_a_row(actor) * actor.megatron.tensor_model_parallel_size
+        sharing = ranks_of_a_critic_row(actor)
         super().__init__(
             with_scalar_head(model),
             replace(
@@ -43,7 +43,7 @@ class FSDP2Critic(FSDP2Backend):
                 optim=critic.optim,
                 grad_clip=critic.grad_clip,
                 ulysses_sequence_parallel_size=sharing,
-                use_remove_padding=actor.use_remove_padding and sharing == 1,
+                use_remove_padding=actor.use_remove_padding if sharing == 1 else False,
             ),
             temperature=1.0,
             total_steps=total_steps,

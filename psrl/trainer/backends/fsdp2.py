@@ -40,7 +40,7 @@ from psrl.trainer.backends.core import (
 )
 from psrl.trainer.backends.ulysses import SIZE_KEY, Ulysses
 from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
-from psrl.trainer.backends.unpadded import attention_of, keywords, without_padding
+from psrl.trainer.backends.unpadded import attention_of, has_kernel, keywords, without_padding
 
 logger = logging.getLogger(__name__)
 
@@ -83,17 +83,20 @@ class FSDP2Backend(BackendCore):
         )
         self.hidden_size = int(model.config.hidden_size)
         self._model = model.eval()
-        self._unpadded = actor.use_remove_padding
         self.can_share_prompts = _has_replaceable_attention(model)
         self._ulysses = self._share_rows(rows_mesh.get_group("sp")) if rows_mesh is not None else None
-        if self._unpadded:
+        unpadded = actor.use_remove_padding
+        if unpadded is None:
+            unpadded = self.can_share_prompts and sharing == 1 and has_kernel(model.config, device, dtype)
+        self.pads = not unpadded
+        if unpadded:
             self._leave_padding_out(actor, dtype)
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
             _checkpoint_activations(layers)
         if self._compiled:
-            _compile(layers, any_shape=self._unpadded)
+            _compile(layers, any_shape=not self.pads)
         settings = actor.fsdp_config
         offload = settings.param_offload and device.type != "cpu"
         self._host_moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -143,7 +146,7 @@ class FSDP2Backend(BackendCore):
         targets = batch.loss_mask.flatten().nonzero().squeeze(-1)
         places = predictors_of(batch, targets)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, **_shared_inputs(batch.layout)}
-        if self._unpadded:
+        if not self.pads:
             row = without_padding(batch)
             inputs, places = keywords(row), row.places[places]
         logits = self._logits(inputs, places)

@@ -41,7 +41,7 @@ from psrl.trainer.backends.pipeline_parallel import (
     stage_layers,
 )
 from psrl.trainer.backends.ulysses import SharedRows
-from psrl.trainer.backends.unpadded import ATTENTIONS, Ends, attention_of, without_padding
+from psrl.trainer.backends.unpadded import ATTENTIONS, Ends, attention_of, has_kernel, without_padding
 from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
 from psrl.trainer.backends.vocab_parallel import VocabularyPart, part_entropies, part_log_probs
 
@@ -95,14 +95,17 @@ class MegatronBackend(BackendCore):
         self._link = Link(layout.pipeline.group, device, dtype) if layout.pipeline.size > 1 else None
         self._model = build_gpt_model(model, shape, self._stage, self._tensor.size, dtype).to(device)
         self._rows = SharedRows(layout.context.group) if layout.context.size > 1 else None
-        self._unpadded = actor.use_remove_padding
-        if self._unpadded:
+        unpadded = actor.use_remove_padding
+        if unpadded is None:
+            unpadded = self._rows is None and has_kernel(model.config, device, dtype)
+        self.pads = not unpadded
+        if unpadded:
             if self._rows is not None:
                 raise ValueError(
                     f"{UNPADDED_KEY}=True cannot be had with {PREFIX}context_parallel_size={self._rows.size}: leave one out"
                 )
             self._unshare_prompts(actor)
-        attention = ATTENTIONS[attention_of(model.config, device, dtype)] if self._unpadded else None
+        attention = ATTENTIONS[attention_of(model.config, device, dtype)] if unpadded else None
         for layer in self._model.decoder.layers:
             core = layer.self_attention.core_attention
             core.rows, core.unpadded = self._rows, attention
@@ -201,7 +204,7 @@ class MegatronBackend(BackendCore):
 
     def _given(self, batch: MicroBatch) -> Given:
         """Of a batch that has entered."""
-        if self._unpadded:
+        if not self.pads:
             row = without_padding(batch)
             return Given(row.input_ids, row.positions, row.ends, row.places)
         ids, positions = batch.input_ids, batch.layout.positions if batch.layout else None
@@ -221,7 +224,7 @@ class MegatronBackend(BackendCore):
 
     def _hidden_shapes(self, batches: Sequence[MicroBatch]) -> list[Shape]:
         """Of what goes from stage to stage."""
-        if self._unpadded:
+        if not self.pads:
             tokens: list[int] = (
                 torch.stack([batch.attention_mask.sum() for batch in batches]).tolist() if batches else []
             )

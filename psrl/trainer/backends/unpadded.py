@@ -96,16 +96,27 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Ends, float | No
 ATTENTIONS: dict[str, Attention] = {IN_ONE_KERNEL: in_one_kernel, ONE_BY_ONE: one_by_one}
 
 
+def has_kernel(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `in_one_kernel` takes what a model of this configuration computes in `dtype` on `device`."""
+    head = _head_size(config)
+    return device.type == "cuda" and dtype in KERNEL_DTYPES and head % 8 == 0 and head <= LARGEST_HEAD
+
+
 def attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The name of the one for a model of this configuration that computes in `dtype` on `device`; a slow one on a GPU is said."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kernel = device.type == "cuda" and dtype in KERNEL_DTYPES and head % 8 == 0 and head <= LARGEST_HEAD
-    if device.type == "cuda" and not kernel:
+    """The name of the one for such a model; a slow one on a GPU is said."""
+    if has_kernel(config, device, dtype):
+        return IN_ONE_KERNEL
+    if device.type == "cuda":
         logger.warning(
             "%s: no GPU kernel takes %s and heads of %d numbers, so attention goes through the sequences one by one (slow)",
-            *(KEY, dtype, head),
+            *(KEY, dtype, _head_size(config)),
         )
-    return IN_ONE_KERNEL if kernel else ONE_BY_ONE
+    return ONE_BY_ONE
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return size
 
 
 # ---- as a layer of Transformers calls it -----------------------------------------------------------------------
