@@ -9,6 +9,9 @@ import torch
 
 from psrl.weights.plan import PlannedTensor, PullPlan
 
+LARGE_BYTES = 16 * 2**20
+"""A copy within a GPU that is worth a launch of its own: it runs at the memory's speed, a fused kernel at two thirds of it."""
+
 
 class Copies:
     """The moves of `plan` between `buffer` and `tensors`. Working them out costs more than a whole small model's copy on a
@@ -17,16 +20,23 @@ class Copies:
     def __init__(self, plan: PullPlan, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         self.plan, self.buffer = plan, buffer
         groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []
         for planned in plan.tensors:
             for target, source in views(planned, buffer, tensors[planned.name]):
+                flat = target.is_contiguous() and source.is_contiguous()
+                if flat and target.is_cuda and target.nbytes >= LARGE_BYTES:
+                    self._large.append((target, source))
+                    continue
                 # One pair that is strided or of another dtype would take all the others off the fused kernel.
-                targets, sources = groups[planned.dtype, target.is_contiguous() and source.is_contiguous()]
+                targets, sources = groups[planned.dtype, flat]
                 targets.append(target)
                 sources.append(source)
         self._groups = tuple(groups.values())
 
     def run(self) -> None:
-        """Make them, a few kernels; rows that nothing is published for stay as they are. Does not wait for a GPU."""
+        """Make them, the small ones a few kernels; rows that nothing is published for stay as they are. Does not wait for a GPU."""
+        for target, source in self._large:
+            target.copy_(source, non_blocking=True)
         for targets, sources in self._groups:
             torch._foreach_copy_(targets, sources)
 

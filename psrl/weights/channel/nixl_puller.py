@@ -226,7 +226,9 @@ class NixlPuller:
             if header != want.header:
                 raise PullError(f"trainer rank {rank} overwrote version {version} while it was being read")
             if not self._staging.intact(rank, want.grant.checksums):
-                raise PullError(f"what arrived of version {version} from trainer rank {rank} has a wrong checksum")
+                raise PullError(
+                    f"what arrived of version {version} from trainer rank {rank} has a wrong checksum: it was overwritten, or damaged"
+                )
 
     def _check_time(self, deadline_s: float, cause: str) -> None:
         if self._cancelled.is_set():

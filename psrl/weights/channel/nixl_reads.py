@@ -60,10 +60,16 @@ class NixlReads:
         self._memory = _Memory(buffer, headers, registered)
 
     def begin(
-        self, source: Source, grant: ReadGranted, rank: int, moves: Sequence[tuple[int, torch.Tensor]]
+        self,
+        source: Source,
+        grant: ReadGranted,
+        rank: int,
+        moves: Sequence[tuple[int, torch.Tensor]],
+        believed: SlotHeader | None = None,
     ) -> NixlRead:
         """Read from bytes of the payload of `rank` that was granted into parts of the buffer; starts with the first `advance`.
-        Meets the source's agent if it is new."""
+        Meets the source's agent if it is new. A header that is `believed` is not read: checksums of what arrives say as much, and
+        it would be a transfer of its own."""
         assert self._memory is not None
         if grant.metadata:
             self.part(source)
@@ -74,7 +80,9 @@ class NixlReads:
             for start, into in moves
             for offset, nbytes in windows(into.nbytes, self._window_bytes)
         ]
-        return NixlRead(self._agent, source, grant.device, cut, (grant.address, header))
+        if believed is None:
+            cut.append((grant.address, header))
+        return NixlRead(self._agent, source, grant.device, cut, header, believed)
 
     def abandon(self, unfinished: list[Transfer]) -> bool:
         """Leave these reads the memory; True if there were any, and then the buffer belongs to them."""
@@ -120,7 +128,7 @@ class NixlReads:
 
 
 class NixlRead:
-    """What is read from one rank, a window at each `advance`, its header last."""
+    """What is read from one rank, a window at each `advance`, its header last if it is not believed."""
 
     def __init__(
         self,
@@ -128,11 +136,11 @@ class NixlRead:
         source: Source,
         device: int,
         moves: Sequence[tuple[int, torch.Tensor]],
-        header: tuple[int, torch.Tensor],
+        header: torch.Tensor,
+        believed: SlotHeader | None,
     ) -> None:
         self._agent, self._source, self._device = agent, source, device
-        self._moves = [*moves, header]
-        self._header = header[1]
+        self._moves, self._header, self._believed = list(moves), header, believed
         self.transfer: Transfer | None = None
         """The read that is under way."""
 
@@ -142,8 +150,8 @@ class NixlRead:
 
     @property
     def header(self) -> SlotHeader | None:
-        """What stood before the payload after it was read."""
-        return read_header(self._header)
+        """What stood before the payload after it was read, as far as is known."""
+        return self._believed or read_header(self._header)
 
     def advance(self) -> int:
         """Post or follow the window; bytes that have arrived with it if it is done. TransferError if it failed, and then the

@@ -57,7 +57,7 @@ class Transfers:
                 self._segments.slot(want.rank, want.grant.shared, want.grant.nbytes)
 
     def run(self, wanted: Sequence[Wanted], check_time: Callable[[str], None]) -> list[SlotHeader | None]:
-        """Everything of all ranks into the staging buffer; returns the headers, read last. TransferError, or what `check_time`
+        """Everything of all ranks into the staging buffer; returns the headers, read last or believed. TransferError, or what `check_time`
         raises (it is told what is being waited for)."""
         if any(want.by_store for want in wanted):
             self._fetch(wanted, check_time)
@@ -84,9 +84,8 @@ class Transfers:
             )
             return MappedRead(slot, sections, into, self._window_bytes or SEGMENT_WINDOW_BYTES)
         nixl = self._landing(VRAM, into, num_ranks)
-        return nixl.begin(
-            want.source, want.grant, rank, [(read.source, into[read.target :][: read.nbytes]) for read in sections]
-        )
+        moves = [(read.source, into[read.target :][: read.nbytes]) for read in sections]
+        return nixl.begin(want.source, want.grant, rank, moves, believed=want.header)
 
     def _fetch(self, wanted: Sequence[Wanted], check_time: Callable[[str], None]) -> None:
         """Have the version of all ranks on other hosts in the node's store: it is there by now, or is fetched here."""
@@ -150,7 +149,7 @@ class Transfers:
     ) -> None:
         """Until all are done. TransferError if it is not `worth_waiting` any more, which is told when something arrived last. If they
         are given up, the buffer in `memory` that reads may still write into is `lost`."""
-        running, arrived, begun_s = list(reads), 0, time.monotonic()
+        running, arrived, begun_s = [read for read in reads if not read.done], 0, time.monotonic()
         heard_s = begun_s
         try:
             while running:
