@@ -92,7 +92,9 @@ def main() -> int:
         for number, name in enumerate(args.only):
             run_dir = scratch / f"{number:02}"
             launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *CASES[name]])
-            first = report(name, run_dir, first, GPU_TURN_TOKENS if args.gpu else TURN_TOKENS)
+            first = report(
+                name, run_dir, first, GPU_TURN_TOKENS if args.gpu else TURN_TOKENS, 2 if args.gpu else WARMUP
+            )
     return 0
 
 
@@ -111,10 +113,10 @@ def launch(run_dir: Path, overrides: list[str]) -> None:
     gpu_headline.launch(run_dir, overrides, {"PYTHONPATH": import_path})
 
 
-def report(name: str, run_dir: Path, first: float, turn_tokens: int) -> float:
-    """Print a line; returns the trajectories an hour that speed-ups refer to."""
+def report(name: str, run_dir: Path, first: float, turn_tokens: int, warmup: int) -> float:
+    """Print a line; returns the trajectories an hour that speed-ups refer to. Neither `warmup` steps count nor the last one."""
     rows = read_metrics(run_dir / "metrics.jsonl")
-    steady = rows[WARMUP:-1]
+    steady = rows[warmup:-1]
     seconds = sum(row["timing_s/step"] for row in steady)
     hourly = 3600 * sum(row["training/num_samples"] for row in steady) / seconds
     tokens = sum(row["training/num_samples"] * row["response_length/mean"] for row in steady) / seconds

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # What is checked and measured on GPUs, part by part: benchmarks/gpu.sh OUT PART...
 #
-#   one GPU       tests packing trainer weights rollout whole_path learning agentic
-#   two GPUs      tests shared headline
+#   one GPU       tests packing trainer weights rollout pulls whole_path learning agentic shared
+#   two GPUs      tests headline
 #
 # Each part's output is shown and kept in OUT/PART.txt, its other results beside it. One that fails or takes too long does not keep the
-# next ones from running, and the last line says which did. SIZE (0.6b) is the model of rollout and headline.
+# next ones from running, and the last line says which did. SIZE (0.6b) is the model of rollout, pulls and headline; shared and headline
+# go on where an earlier call with the same OUT ended, shared with AT_ONCE (1) settings side by side, on a GPU each.
 # Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests and shared torch-memory-saver.
 set -uo pipefail
 if [ $# -lt 2 ]; then
-  sed -n '2,5p' "$0" >&2
+  sed -n '2,6p' "$0" >&2
   exit 2
 fi
 out=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -37,10 +38,11 @@ for name in "$@"; do
   trainer) part trainer 300 gpu_trainer.py ;;
   weights) part weights 200 gpu_weights.py --reader-gpus 0 --rounds 7 ;;
   rollout) part rollout 420 gpu_rollout.py --size "$size" --out "$out/rollout.json" ;;
+  pulls) part pulls 300 gpu_rollout.py --size "$size" --turns 1 --new-tokens 256 --without-bare --out "$out/pulls-$size.json" ;;
   whole_path) part whole_path 400 gpu_whole_path.py --out "$out/whole_path" ;;
   learning) part learning 580 gpu_learning.py --out "$out/learning" ;;
-  agentic) part agentic 560 agentic.py --gpu --steps 8 ;;
-  shared) part shared 590 gpu_headline.py --gpus 1 --at-once 2 --size 0.6b --groups 16 --mean 192 --cap 1024 --steps 9 \
+  agentic) part agentic 560 agentic.py --gpu --steps 7 ;;
+  shared) part shared 590 gpu_headline.py --gpus 1 --at-once "${AT_ONCE:-1}" --size 0.6b --groups 16 --mean 192 --cap 1024 --steps 9 \
     --minutes 9 --out "$out/shared" ;;
   headline) part headline 590 gpu_headline.py --gpus 2 --size "$size" --groups 16 --mean 256 --cap 2048 --steps 9 \
     --minutes 9 --out "$out/headline" ;;

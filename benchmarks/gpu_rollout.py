@@ -1,6 +1,6 @@
 """vLLM through psrl's engine against bare AsyncLLM, and what pulls and switches of weights cost it. One GPU (or a CPU, for a look).
 
-    python benchmarks/gpu_rollout.py [--samples 256] [--new-tokens 512] [--size 0.6b] [--routes vram shm] [--out FILE]
+    python benchmarks/gpu_rollout.py [--samples 256] [--new-tokens 512] [--size 0.6b] [--routes vram shm] [--without-bare] [--out FILE]
 
 All decode the same prompts with the same vLLM settings, one after the other in this process (each with an engine core of its own,
 the other's being closed), and say what they found as soon as they know it; nothing is downloaded, weights are random. psrl is
@@ -156,6 +156,9 @@ def main() -> None:
         "--routes", nargs="+", default=["vram", "shm"], help="ways of the weights, see psrl.weights.route"
     )
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument(
+        "--without-bare", action="store_true", help="no second engine: for what pulls cost a larger model"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.samples % GROUP:
@@ -190,6 +193,9 @@ def main() -> None:
         print(f"tokens/s  psrl without seeds {statistics.median(rates['unseeded']):,.0f}", flush=True)
         rows = pulls(engine, args, vocab)
         engine.close()
+        if args.without_bare:
+            save(args, start_s, rates, rows)
+            return
         del engine
         gc.collect()
         arguments = engine_arguments(directory, dtype=args.dtype, kv_cache_bytes=None, options=options, **limits)
@@ -202,14 +208,15 @@ def main() -> None:
         f"tokens/s  bare AsyncLLM {medians['bare']:,.0f}; ratio {medians['seeded'] / medians['bare']:.3f} (goal 0.95), "
         f"without seeds {medians['unseeded'] / medians['bare']:.3f}"
     )
-    result = {
-        **{name: str(value) for name, value in vars(args).items()},
-        "start_s": start_s,
-        "tokens_s": rates,
-        "weights": rows,
-    }
+    save(args, start_s, rates, rows)
+
+
+def save(
+    args: argparse.Namespace, start_s: float, rates: dict[str, list[float]], rows: list[rollout_pulls.Row]
+) -> None:
+    said = {name: str(value) for name, value in vars(args).items()}
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
+        args.out.write_text(json.dumps({**said, "start_s": start_s, "tokens_s": rates, "weights": rows}, indent=1))
 
 
 if __name__ == "__main__":
