@@ -10,7 +10,7 @@
 # Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests and shared torch-memory-saver.
 set -uo pipefail
 if [ $# -lt 2 ]; then
-  sed -n '2,6p' "$0" >&2
+  sed -n '2,5p' "$0" >&2
   exit 2
 fi
 out=$(mkdir -p "$1" && cd "$1" && pwd)

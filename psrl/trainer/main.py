@@ -37,7 +37,7 @@ from psrl.trainer.backends.core import BackendCore
 from psrl.trainer.backends.critic import FSDP2Critic
 from psrl.trainer.backends.make import make_backend
 from psrl.trainer.chunks import chunk_plan
-from psrl.trainer.device import take_device
+from psrl.trainer.device import take_device, warn_of_float32
 from psrl.trainer.feed import Feed, Order, broadcast_order
 from psrl.trainer.objective import kl_control
 from psrl.trainer.rendezvous import barrier, init_process_group
@@ -332,6 +332,7 @@ def main() -> int:
     torch.set_num_threads(role.config.psrl.deployment.train_cpu_threads)
     torch.manual_seed(role.config.seed)
     device = take_device(role.config.trainer.device, role.config.trainer.gpu_memory_fraction)
+    warn_of_float32(device, role.config.train_actor_rollout_ref.actor.mixed_precision)
     init_process_group(role, rank, world_size, device)
     trainer = Trainer(role, rank, world_size, device)
     try:
