@@ -206,6 +206,18 @@ class Run:
         wanted = self.version + steps
         return lambda: self.version >= wanted
 
+    def stands_still(self, seconds: float) -> Callable[[], bool]:
+        """Whether no version has come for so long."""
+        last, since = self.version, time.monotonic()
+
+        def still() -> bool:
+            nonlocal last, since
+            if self.version != last:
+                last, since = self.version, time.monotonic()
+            return time.monotonic() - since >= seconds
+
+        return still
+
     def open_groups(self) -> dict[int, Reserve]:
         """Groups in the making."""
         found: dict[int, Reserve] = {}

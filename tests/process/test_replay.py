@@ -77,10 +77,10 @@ SPREAD: dict[str, dict[str, object]] = {
     "ulysses-2": {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
     "unpadded-2": {f"{ACTOR}.use_remove_padding": True},
     "megatron-tp2": {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.tensor_model_parallel_size": 2},
-    "megatron-unpadded-pp2": {
+    "megatron-unpadded-tp2": {
         f"{ACTOR}.strategy": "megatron",
         f"{ACTOR}.use_remove_padding": True,
-        f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+        f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
     },
 }
 
