@@ -32,7 +32,6 @@ COORDINATION = "psrl.rollout_coordination."
 ROUTING, THUNDER = f"{COORDINATION}routing_strategy.", f"{COORDINATION}session_strategy.thunder_agent."
 ROLLOUT = "gen_actor_rollout_ref.rollout."
 TURNS, TURN_TOKENS, SYSTEM_TOKENS, PROMPT_TOKENS = 6, 32, 128, 16
-GPU_TURN_TOKENS = 32
 COMMON = [
     "preset=laptop", "trainer.logger=[console]", "trainer.report=False", "trainer.save_freq=0", "psrl.staleness=1",
     "psrl.deployment.n_rollout_instances=2", "data.reasoning_gym.dataset=null", "data.task=agentic_environment:Chores",
@@ -56,7 +55,6 @@ ON_GPU = [
     f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 4096, kv_cache_memory_bytes: {12 * 2**30}}}",
     "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=4608",
     f"{ROLLOUT}multi_turn.environment_params={{turns: 20, tokens: 192, seconds: 0.5}}",
-    f"{ROLLOUT}multi_turn.max_tokens_per_turn={GPU_TURN_TOKENS}",
     "train_actor_rollout_ref.actor.mixed_precision=bfloat16", "train_actor_rollout_ref.actor.gradient_checkpointing=True",
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
 ]  # fmt: skip
@@ -92,9 +90,7 @@ def main() -> int:
         for number, name in enumerate(args.only):
             run_dir = scratch / f"{number:02}"
             launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *CASES[name]])
-            first = report(
-                name, run_dir, first, GPU_TURN_TOKENS if args.gpu else TURN_TOKENS, 2 if args.gpu else WARMUP
-            )
+            first = report(name, run_dir, first, warmup=2 if args.gpu else WARMUP)
     return 0
 
 
@@ -113,7 +109,7 @@ def launch(run_dir: Path, overrides: list[str]) -> None:
     gpu_headline.launch(run_dir, overrides, {"PYTHONPATH": import_path})
 
 
-def report(name: str, run_dir: Path, first: float, turn_tokens: int, warmup: int) -> float:
+def report(name: str, run_dir: Path, first: float, warmup: int) -> float:
     """Print a line; returns the trajectories an hour that speed-ups refer to. Neither `warmup` steps count nor the last one."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     steady = rows[warmup:-1]
@@ -129,7 +125,7 @@ def report(name: str, run_dir: Path, first: float, turn_tokens: int, warmup: int
     computed = sum(w.get("prompt_tokens", 0) for w in work)
     hits = sum(w.get("prefix_hit_tokens", 0) for w in work)
     busy = sum(w.get("busy_s", 0) for w in work)
-    turns = sum(w.get("generated_tokens", 0) for w in work) / turn_tokens
+    turns = sum(w.get("generated_tokens", 0) for w in work) / TURN_TOKENS
     sessions = " ".join(
         f"{key.rpartition('/')[2]}={rows[-1][key]:g}" for key in sorted(rows[-1]) if key.startswith("rollout/sessions/")
     )

@@ -32,23 +32,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEQUENCES = 16
 """Of the longest kind; the long tail has as many tokens."""
 COLUMNS = "{:5} {:9} {:6} {:9} {:>7} {:>8} {:>7} {:>9} {:>7} {:>9} {:>8} {:>8} {:>8}"
-HEAD = (
-    *(
-        "model",
-        "backend",
-        "lengths",
-        "padding",
-        "batches",
-        "computed",
-        "real",
-        "step s",
-        "real/s",
-        "TFLOP/s",
-        "MFU",
-        "of sheet",
-    ),
+HEAD = [
+    "model",
+    "backend",
+    "lengths",
+    "padding",
+    "batches",
+    "computed",
+    "real",
+    "step s",
+    "real/s",
+    "TFLOP/s",
+    "MFU",
+    "of sheet",
     "peak GiB",
-)
+]
 
 
 def compare(sizes: Sequence[str], backends: Sequence[str], length: int, rows: int, steps: int, budget_s: float) -> int:

@@ -47,8 +47,8 @@ class ActorConfig:
     which each rank has an equal part where ranks share rows (ulysses_sequence_parallel_size)."""
     use_remove_padding: bool | None = None
     """A micro-batch becomes one row of its real tokens (sequence packing); without ulysses_sequence_parallel_size,
-    context_parallel_size and use_shared_prompt. null: on a GPU, for models with full attention in every layer whose heads its kernel
-    takes."""
+    context_parallel_size and use_shared_prompt. null: on a GPU, for models with full attention in every layer whose heads and
+    compute dtype (bfloat16) its kernel takes, unless a critic's rows are shared by tensor-parallel ranks."""
     use_shared_prompt: bool = True
     """Compute the prompt once for several responses of a group where the model allows it and it saves work, in rows with padding
     (use_remove_padding=False)."""

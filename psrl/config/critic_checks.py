@@ -56,11 +56,12 @@ def check_critic(config: Config) -> None:
             )
         return
     actor = config.train_actor_rollout_ref.actor
-    stages, sharing = actor.megatron.pipeline_model_parallel_size, ranks_of_a_critic_row(actor)
-    if actor.use_remove_padding and sharing > 1:
+    stages, tensor = actor.megatron.pipeline_model_parallel_size, actor.megatron.tensor_model_parallel_size
+    if actor.use_remove_padding and tensor > 1:
         raise ConfigError(
-            "train_actor_rollout_ref.actor.use_remove_padding=True cannot be had with algorithm.adv_estimator=gae here: its critic's rows "
-            f"are shared by {sharing} ranks, which keeps their padding. Leave it at null, or use megatron.tensor_model_parallel_size=1."
+            "train_actor_rollout_ref.actor.use_remove_padding=True cannot be had with algorithm.adv_estimator=gae and "
+            f"train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size={tensor}: the critic's rows are shared by {tensor} ranks, "
+            "which keeps their padding. Leave the first at null, or use 1 for the last."
         )
     if stages > 1:
         raise ConfigError(

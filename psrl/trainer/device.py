@@ -50,7 +50,7 @@ def take_device(asked: str, memory_fraction: float) -> torch.device:
 
 
 def warn_of_float32(device: torch.device, mixed_precision: str) -> None:
-    """Nobody wants it on a GPU unasked, and nothing else would say so."""
+    """It is the default for CPUs, and nothing but the time would say so."""
     if device.type == "cuda" and mixed_precision == "float32":
         log.warning(
             "train_actor_rollout_ref.actor.mixed_precision=float32 on a GPU, which computes bfloat16 many times as fast: set it to bfloat16, "

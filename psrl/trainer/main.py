@@ -332,7 +332,8 @@ def main() -> int:
     torch.set_num_threads(role.config.psrl.deployment.train_cpu_threads)
     torch.manual_seed(role.config.seed)
     device = take_device(role.config.trainer.device, role.config.trainer.gpu_memory_fraction)
-    warn_of_float32(device, role.config.train_actor_rollout_ref.actor.mixed_precision)
+    if rank == 0:
+        warn_of_float32(device, role.config.train_actor_rollout_ref.actor.mixed_precision)
     init_process_group(role, rank, world_size, device)
     trainer = Trainer(role, rank, world_size, device)
     try:

@@ -16,7 +16,7 @@ TOKEN_LIMIT_KEY = "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
 MICRO_BATCH_COST = {"cpu": 64, "cuda": 4096}
 """Fixed cost of one more micro-batch (launches, hooks, collectives) by device, in padded tokens that would cost as much. On an H200
-one took 0.1 s at 0.6B and 0.15 s at 1.7B, 6 to 8 thousand tokens; larger models have more work between their launches."""
+it was 2,400 to 10,000 of them (0.6B and 1.7B, both backends; benchmarks/results/2026-12-01-gpu-packing.txt)."""
 
 
 @dataclass(frozen=True, slots=True)

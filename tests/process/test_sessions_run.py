@@ -109,7 +109,7 @@ def test_conversations_survive_the_death_of_their_instance(new_run: NewRun, taug
     run.start()
     run.until(run.steps_from_now(2), "two steps were done")
     process = run.kill("instance-0", signal.SIGSTOP)
-    run.until(run.stands_still(3.0), "turns were at the stopped instance, without which no buffer could be filled")
+    run.until(run.stands_still(6.0), "turns were at the stopped instance, without which no buffer could be filled")
     process.kill()
     assert run.wait() == 0, run.story()
     run.audit()

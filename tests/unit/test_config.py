@@ -189,3 +189,11 @@ def test_parameters_of_a_task_are_set_like_any_other_key(override: str) -> None:
         ["data.reasoning_gym.dataset=null", "data.task=digit_sum", override], has_accelerator=True, on_slurm=False
     )
     assert composed(*overrides).data.task_params == {"size": 64}
+
+
+@pytest.mark.parametrize("override", ["={block_size: 16}", ".block_size=16"])
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_so_are_arguments_of_vllm(plus: str, override: str) -> None:
+    key = "gen_actor_rollout_ref.rollout.engine_kwargs.vllm"
+    overrides, _ = normalise([f"{plus}{key}{override}"], has_accelerator=True, on_slurm=False)
+    assert composed(*overrides).gen_actor_rollout_ref.rollout.engine_kwargs.vllm == {"block_size": 16}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from psrl.protocol.weights import Location, ShardEntry, ShardLayout
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.checksum import checksum, fold
+from psrl.weights.copies import LARGE_BYTES
 from psrl.weights.engine_layout import fused_place
 from psrl.weights.mode import choose_mode
 from psrl.weights.pack import lay_out, pack
@@ -169,13 +171,14 @@ def test_any_trainer_layout_becomes_any_engine_layout(data: st.DataObject) -> No
     published = model.published()
     bounds = {name: data.draw(row_bounds(full.shape[0], num_ranks)) for name, full in published.items()}
     layouts, payloads, _ = cut(published, bounds, F32, Split(laid_out_for, model.kv_heads))
-    read = 0
+    large, read = data.draw(st.sampled_from([64, LARGE_BYTES])), 0
     for rank in range(ways):
         wanted = model.engine(ways, rank)
         specs = {name: (whole.shape, F32) for name, whole in wanted.items()}
         plan = plan_pull(layouts, specs, fused_place(Split(ways, model.kv_heads), rank))
         tensors = {name: torch.full(shape, -1.0) for name, (shape, _) in specs.items()}
-        arrive(plan, payloads).copies(tensors).run()
+        with patch("psrl.weights.copies.LARGE_BYTES", large):
+            arrive(plan, payloads).copies(tensors).run()
         for name, whole in wanted.items():
             assert np.array_equal(tensors[name].numpy(), whole), name
         read += sum(read.nbytes for reads in plan.reads for read in reads)

@@ -231,8 +231,11 @@ class BackendCore(ABC):
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
-    def _unshare_prompts(self, actor: ActorConfig) -> None:
-        """Where rows have no padding, their sequences have nothing in common either."""
+    def _decide_padding(self, actor: ActorConfig, unasked: bool) -> None:
+        """Whether to leave it out: as the configuration says, else `unasked`. Sequences without have no prompt in common either."""
+        self.pads = not (unasked if actor.use_remove_padding is None else actor.use_remove_padding)
+        if self.pads:
+            return
         if actor.use_shared_prompt and self.rank == 0:
             logger.info(
                 "micro-batches have no padding (%s), and each response a copy of its prompt: use_shared_prompt is off",

@@ -85,12 +85,12 @@ class FSDP2Backend(BackendCore):
         self._model = model.eval()
         self.can_share_prompts = _has_replaceable_attention(model)
         self._ulysses = self._share_rows(rows_mesh.get_group("sp")) if rows_mesh is not None else None
-        unpadded = actor.use_remove_padding
-        if unpadded is None:
-            unpadded = self.can_share_prompts and sharing == 1 and has_kernel(model.config, device, dtype)
-        self.pads = not unpadded
-        if unpadded:
-            self._leave_padding_out(actor, dtype)
+        if actor.use_remove_padding and not self.can_share_prompts:
+            raise ValueError(f"{UNPADDED_KEY}=True needs full attention in every layer: use False for this model")
+        able = self.can_share_prompts and sharing == 1 and has_kernel(model.config, device, dtype)
+        self._decide_padding(actor, unasked=able)
+        if not self.pads:
+            model.config._attn_implementation = attention_of(model.config, device, dtype)
         layers = _decoder_layers(model)
         _output_layer(model).register_forward_pre_hook(self._keep_predictors)
         if actor.gradient_checkpointing:
@@ -118,14 +118,6 @@ class FSDP2Backend(BackendCore):
         if not self.can_share_prompts:
             raise ValueError(f"{SIZE_KEY}={size} needs full attention in every layer: use 1 for this model")
         return Ulysses(self._model, group)
-
-    def _leave_padding_out(self, actor: ActorConfig, dtype: torch.dtype) -> None:
-        """From each micro-batch, whose sequences have nothing in common any more."""
-        if not self.can_share_prompts:
-            raise ValueError(f"{UNPADDED_KEY}=True needs full attention in every layer: use False for this model")
-        self._unshare_prompts(actor)
-        config = self._model.config
-        config._attn_implementation = attention_of(config, self.device, dtype)
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """See TrainBackend. Names are those of `model.named_parameters()`; a rank's shard may be empty, and replicas of a

@@ -95,17 +95,12 @@ class MegatronBackend(BackendCore):
         self._link = Link(layout.pipeline.group, device, dtype) if layout.pipeline.size > 1 else None
         self._model = build_gpt_model(model, shape, self._stage, self._tensor.size, dtype).to(device)
         self._rows = SharedRows(layout.context.group) if layout.context.size > 1 else None
-        unpadded = actor.use_remove_padding
-        if unpadded is None:
-            unpadded = self._rows is None and has_kernel(model.config, device, dtype)
-        self.pads = not unpadded
-        if unpadded:
-            if self._rows is not None:
-                raise ValueError(
-                    f"{UNPADDED_KEY}=True cannot be had with {PREFIX}context_parallel_size={self._rows.size}: leave one out"
-                )
-            self._unshare_prompts(actor)
-        attention = ATTENTIONS[attention_of(model.config, device, dtype)] if unpadded else None
+        if actor.use_remove_padding and self._rows is not None:
+            raise ValueError(
+                f"{UNPADDED_KEY}=True cannot be had with {PREFIX}context_parallel_size={self._rows.size}: leave one out"
+            )
+        self._decide_padding(actor, unasked=self._rows is None and has_kernel(model.config, device, dtype))
+        attention = None if self.pads else ATTENTIONS[attention_of(model.config, device, dtype)]
         for layer in self._model.decoder.layers:
             core = layer.self_attention.core_attention
             core.rows, core.unpadded = self._rows, attention

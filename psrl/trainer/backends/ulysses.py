@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from psrl.trainer.backends.base import MicroBatch, SharedLayout
 from psrl.trainer.backends.core import shared_mask
+from psrl.trainer.backends.layer_attention import register_attention
 
 SIZE_KEY = "train_actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 
@@ -105,7 +106,7 @@ class Ulysses(SharedRows):
             raise ValueError(f"{SIZE_KEY}={self.size} does not divide the model's attention heads ({heads})")
         self._mask: torch.Tensor | None = None
         name = f"psrl_ulysses_{next(_numbers)}"
-        AttentionInterface.register(name, self._of_layer)
+        register_attention(name, self._of_layer)
         model.config._attn_implementation = name
 
     def inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -115,17 +116,9 @@ class Ulysses(SharedRows):
         return {"input_ids": ids, "position_ids": positions}
 
     def _of_layer(
-        self,
-        _module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        _mask: torch.Tensor | None,
-        scaling: float | None = None,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Called by the model's layers."""
-        return self.attention(query, key, value, self._mask, scaling), None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, **_: Any
+    ) -> torch.Tensor:
+        return self.attention(query, key, value, self._mask, scale)
 
 
 class _Exchange(torch.autograd.Function):

@@ -11,14 +11,16 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from psrl.trainer.backends.base import MicroBatch
+from psrl.trainer.backends.layer_attention import register_attention
 
 logger = logging.getLogger(__name__)
 
@@ -132,23 +134,19 @@ def keywords(row: Unpadded) -> dict[str, Any]:
     }
 
 
-def _for_layers(attention: Attention) -> Callable[..., tuple[torch.Tensor, None]]:
-    def attend(
-        _module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        _mask: torch.Tensor | None,
-        scaling: float | None = None,
-        *,
-        cu_seq_lens_q: torch.Tensor,
-        max_length_q: int,
-        **_: Any,
-    ) -> tuple[torch.Tensor, None]:
-        return attention(query, key, value, Ends(cu_seq_lens_q, max_length_q), scaling), None
-
-    return attend
+def _of_layer(
+    attention: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **_: Any,
+) -> torch.Tensor:
+    return attention(query, key, value, Ends(cu_seq_lens_q, max_length_q), scale)
 
 
 for _name, _attention in ATTENTIONS.items():
-    AttentionInterface.register(_name, _for_layers(_attention))
+    register_attention(_name, partial(_of_layer, _attention))
