@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import gpu_headline
+import headline_runs
 import torch
 from report_machine import describe_machine
 
@@ -50,11 +51,11 @@ ON_CPU = [
 ]  # fmt: skip
 ON_GPU = [
     "trainer.device=cuda", "trainer.gpu_memory_fraction=0.4", f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16",
-    f"{ROLLOUT}gpu_memory_utilization=0.15", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=8", "psrl.rollout_n=8",
+    f"{ROLLOUT}gpu_memory_utilization=0.15", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=6", "psrl.rollout_n=8",
     # Blocks of 16 tokens; with the second key no engine measures memory while the other one allocates.
-    f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 4096, kv_cache_memory_bytes: {12 * 2**30}}}",
+    f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 3072, kv_cache_memory_bytes: {12 * 2**30}}}",
     "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=4608",
-    f"{ROLLOUT}multi_turn.environment_params={{turns: 20, tokens: 192, seconds: 0.5}}",
+    f"{ROLLOUT}multi_turn.environment_params={{turns: 20, tokens: 192, seconds: 0.2}}",
     "train_actor_rollout_ref.actor.mixed_precision=bfloat16", "train_actor_rollout_ref.actor.gradient_checkpointing=True",
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
 ]  # fmt: skip
@@ -106,7 +107,7 @@ def gpu_model(scratch: Path, size: str) -> Path:
 
 def launch(run_dir: Path, overrides: list[str]) -> None:
     import_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    gpu_headline.launch(run_dir, overrides, {"PYTHONPATH": import_path})
+    headline_runs.launch(run_dir, overrides, {"PYTHONPATH": import_path})
 
 
 def report(name: str, run_dir: Path, first: float, warmup: int) -> float:

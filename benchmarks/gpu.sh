@@ -41,8 +41,8 @@ for name in "$@"; do
   pulls) part pulls 300 gpu_rollout.py --size "$size" --turns 1 --new-tokens 256 --without-bare --out "$out/pulls-$size.json" ;;
   whole_path) part whole_path 400 gpu_whole_path.py --out "$out/whole_path" ;;
   learning) part learning 580 gpu_learning.py --out "$out/learning" ;;
-  agentic) part agentic 560 agentic.py --gpu --steps 7 ;;
-  shared) part shared 590 gpu_headline.py --gpus 1 --at-once "${AT_ONCE:-1}" --size 0.6b --groups 16 --mean 192 --cap 1024 --steps 9 \
+  agentic) part agentic 560 agentic.py --gpu --steps 6 ;;
+  shared) part shared 590 gpu_headline.py --gpus 1 --at-once "${AT_ONCE:-1}" --size 0.6b --groups 16 --mean 192 --cap 1024 --steps 8 \
     --minutes 9 --out "$out/shared" ;;
   headline) part headline 590 gpu_headline.py --gpus 2 --size "$size" --groups 16 --mean 256 --cap 2048 --steps 9 \
     --minutes 9 --out "$out/headline" ;;

@@ -11,8 +11,8 @@ each setting does the same work. Settings are added one to the other. "ceiling" 
 ceiling is the step that no schedule beats; "predicted" is the simulator's, calibrated on the synchronous run. "pull" is what a
 weight pull moves a second, beside a plain copy of as many bytes between the same two devices.
 
-A setting that --out holds already is not run again, and none begins that would not end within --minutes: call it again for the
-rest. With --at-once several settings run side by side, each on --gpus of its own. Compile caches of trainer and engine stay on
+A setting that --out holds already (rows.json) is not run again, and none begins that would not end within --minutes: call it again
+for the rest. One that fails is shown and does not keep the others from running. With --at-once several settings run side by side, each on --gpus of its own. Compile caches of trainer and engine stay on
 the node, so the first run starts slowest.
 """
 
@@ -21,16 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headline_figures import WARMUP, measure, plain_copy, plot, predict, table
+from headline_figures import WARMUP, Row, measure, plain_copy, plot, predict, table
+from headline_runs import completed, gpu_sets, launch, run_all
 from report_machine import describe_machine
 
 P, COORDINATION = "psrl", "psrl.rollout_coordination"
@@ -80,10 +77,8 @@ def settings_of_one_gpu() -> dict[str, list[str]]:
     turns = [
         *found["synchronous"], f"{P}.colocate=True", "trainer.gpu_memory_fraction=0.9", f"{ROLLOUT}.gpu_memory_utilization=0.8"
     ]  # fmt: skip
-    found["in turns"] = turns
-    found["in turns tms"] = [*turns, f"{P}.tms.range=all", f"{P}.tms.enable_cuda_graph=True"]
-    found["in turns tms nixl"] = [*found["in turns tms"], f"{P}.tms.enable_nixl=True"]
-    return found
+    tms = [*turns, f"{P}.tms.range=all", f"{P}.tms.enable_cuda_graph=True"]
+    return {**found, "in turns tms": tms, "in turns tms nixl": [*tms, f"{P}.tms.enable_nixl=True"], "in turns": turns}
 
 
 def main() -> int:
@@ -114,9 +109,17 @@ def main() -> int:
     remember(args.out / "workload.json", common)
     known = settings_of_one_gpu() if args.gpus == 1 and args.device == "cuda" else settings(args.groups)
     chosen = {name: own for name, own in known.items() if not args.only or name in args.only}
-    run_all(args, common, {name: own for name, own in chosen.items() if not completed(place(args.out, name))})
-    rows = {name: measure(path, args.gpus) for name in chosen if completed(path := place(args.out, name))}
-    predict(rows, chosen, common, args.out, args.steps)
+    kept = args.out / "rows.json"
+    rows: dict[str, Row] = json.loads(kept.read_text()) if kept.exists() else {}
+    runs = {place(args.out, name): [*common, *own] for name, own in chosen.items() if name not in rows}
+    gpus = gpu_sets(args.gpus, args.at_once) if args.device == "cuda" else [None] * args.at_once
+    failed = run_all(runs, gpus, minutes=args.minutes, enough_steps=args.steps - 1)
+    for name in chosen:
+        if name not in rows and completed(path := place(args.out, name)):
+            rows[name] = measure(path, args.gpus)
+    rows = {name: rows[name] for name in known if name in rows}
+    kept.write_text(json.dumps(rows, indent=1))
+    predict(rows, known, common, args.out, args.steps)
     copy_gb_s = plain_copy(args.device, max(int(row["nbytes"]) for row in rows.values()))
     lines = [
         describe_machine(),
@@ -127,47 +130,18 @@ def main() -> int:
     ]
     print("\n".join(lines))
     (args.out / "headline.txt").write_text("\n".join(lines) + "\n")
-    plot(rows, args.out / "headline.png")
-    return 0
+    if find_spec("matplotlib"):
+        plot(rows, args.out / "headline.png")
+    else:
+        print("no plot: matplotlib is not installed here; call it again where it is")
+    return 1 if failed else 0
 
 
-def run_all(args: argparse.Namespace, common: Sequence[str], chosen: Mapping[str, list[str]]) -> None:
-    """`--at-once` of them at a time, as long as one that takes no longer than the longest so far would end in time."""
-    end_s, took_s = time.monotonic() + 60 * args.minutes, [0.0]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(args.gpus * args.at_once)))
-    names = visible.split(",")
-    free = [",".join(names[i : i + args.gpus]) for i in range(0, args.gpus * args.at_once, args.gpus)]
-
-    def run(name: str) -> None:
-        begun_s = time.monotonic()
-        if begun_s + max(took_s) > end_s:
-            print(f"no time is left for {name!r}: call again", flush=True)
-            return
-        gpus = free.pop()
-        launch(
-            place(args.out, name),
-            [*common, *chosen[name]],
-            {"CUDA_VISIBLE_DEVICES": gpus} if args.device == "cuda" else {},
-        )
-        free.append(gpus)
-        took_s.append(time.monotonic() - begun_s)
-        print(f"{name}: {took_s[-1]:.0f} s with its start", flush=True)
-
-    with ThreadPoolExecutor(args.at_once) as pool:
-        for done in [pool.submit(run, name) for name in chosen]:
-            done.result()
+# ---- what runs -------------------------------------------------------------------------------------------------
 
 
 def place(out: Path, name: str) -> Path:
     return out / name.replace("+ ", "and ").replace(" ", "_")
-
-
-def completed(run_dir: Path) -> bool:
-    summary = run_dir / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["status"] == "completed"
-
-
-# ---- what runs -------------------------------------------------------------------------------------------------
 
 
 def workload(args: argparse.Namespace) -> list[str]:
@@ -238,22 +212,6 @@ def random_model(size: str, context: int, directory: Path, device: str) -> None:
     weights.save_pretrained(incoming)
     save_tokenizer(make_tokenizer(["1 + 2 = 3"]), incoming, context)
     incoming.rename(directory)
-
-
-def launch(run_dir: Path, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """One run; its output goes beside it, and is shown if it fails. Its checkpoint, of no use here, is removed."""
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    log = run_dir.with_name(f"{run_dir.name}.log")
-    with log.open("wb") as out:
-        command = [sys.executable, "-m", "psrl.launch", f"run_dir={run_dir}", *overrides]
-        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})})
-    shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-    if done.returncode:
-        tails = [
-            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
-            for path in [log, *sorted(run_dir.glob("logs/*.log"))]
-        ]
-        raise SystemExit("\n".join([*tails, f"{run_dir.name} ended with {done.returncode}"]))
 
 
 def remember(path: Path, common: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
-from gpu_headline import completed, launch
+from headline_runs import completed, launch
 from report_machine import describe_machine
 
 from psrl.telemetry.metrics import read_metrics

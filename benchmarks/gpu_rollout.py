@@ -172,7 +172,7 @@ def main() -> None:
             "max_model_len": args.prompt_tokens + 4 * args.new_tokens,
         }
         cache_tokens = args.samples * limits["max_model_len"]
-        options = {"enforce_eager": args.eager, "gpu_memory_utilization": 0.8}
+        options = {"enforce_eager": args.eager, "gpu_memory_utilization": 0.7}
         begun = time.perf_counter()
         engine = VllmEngine(
             directory,

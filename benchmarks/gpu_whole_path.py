@@ -21,8 +21,9 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 import numpy as np
 import torch
-from gpu_headline import launch, random_model
+from gpu_headline import random_model
 from gpu_rollout import bare
+from headline_runs import launch
 from report_machine import describe_machine
 
 from psrl.prepare import PROMPTS

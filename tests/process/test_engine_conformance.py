@@ -125,6 +125,7 @@ class VllmEngines:
             kv_cache_tokens=kv,
             options={
                 "enforce_eager": True,
+                "max_num_batched_tokens": 160,  # a prompt and a bit
                 "block_size": 32,
                 "num_gpu_blocks_override": kv // 32 + 1,
                 "gpu_memory_utilization": 0.3,
@@ -518,6 +519,13 @@ def test_many_long_continuations_at_once(build: Build, reference: Callable[[str]
     outputs = run(_submitted(engine, request(0, start, [5] * 12, prefixes=prefixes)))
     for i, prefix in enumerate(prefixes):
         assert outputs[0, i].tokens == generated(model, start + prefix, 5)
+
+
+def test_drawn_samples_whose_prompts_fill_several_batches(build: Build) -> None:
+    """More prompt tokens than one prefill takes, each sample with a seed of its own."""
+    engine = build(rows=8)
+    outputs = run(_submitted(engine, *(request(group, prompt(110, group), [6], SAMPLED) for group in range(8))))
+    assert [len(outputs[group, 0].tokens) for group in range(8)] == [6] * 8
 
 
 # ---- interruption ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from psrl.rollout.engines.vllm_arguments import (
     engine_arguments,
     engine_seed,
     kv_bytes_a_token,
+    share_without_arrivals,
     user_options,
 )
 from psrl.rollout.engines.vllm_figures import EngineFigures
@@ -61,6 +62,16 @@ def test_a_users_arguments_win_over_the_keys_but_not_over_what_psrl_needs() -> N
     assert (arguments["tensor_parallel_size"], arguments["max_num_batched_tokens"]) == (2, 4096)
     assert "kv_cache_memory_bytes" not in arguments
     assert set(FIXED_BY_PSRL) == set(NO_CHOICE)
+
+
+def test_weights_that_arrive_have_their_part_of_a_gpu() -> None:
+    gib = 2**30
+    assert share_without_arrivals(0.9, 100 * gib, 20 * gib) == pytest.approx(0.7)
+    assert share_without_arrivals(0.45, 100 * gib, 20 * gib) == pytest.approx(0.25)
+    with pytest.raises(
+        ValueError, match=r"gpu_memory_utilization=0.4 of 100.0 GiB is too little for 20.0 GiB of weights"
+    ):
+        share_without_arrivals(0.4, 100 * gib, 20 * gib)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,23 @@ def engine_arguments(
     return {**arguments, **options, **NO_CHOICE}
 
 
+def share_without_arrivals(share: float, device_bytes: int, weight_bytes: int) -> float:
+    """What is left of `gpu_memory_utilization` for vLLM: new weights arrive in memory of their own, beside those that decode, and
+    vLLM would fill it with keys and values. `weight_bytes`: of one GPU's part. ValueError if that leaves nothing to decode with.
+
+    >>> share_without_arrivals(0.9, 80 * 2**30, 8 * 2**30)
+    0.8
+    """
+    left = share - weight_bytes / device_bytes
+    if left * device_bytes <= weight_bytes:
+        raise ValueError(
+            f"gen_actor_rollout_ref.rollout.gpu_memory_utilization={share} of {device_bytes / 2**30:.1f} GiB is too little for "
+            f"{weight_bytes / 2**30:.1f} GiB of weights a GPU: it must hold them twice (those that decode and those that arrive) "
+            "and a KV cache; take more, or more GPUs an instance"
+        )
+    return left
+
+
 def kv_bytes_a_token(model: Mapping[str, Any], dtype_bytes: int) -> int:
     """Bytes of keys and values that one token takes, from the contents of a model's config.json.
 

