@@ -3,9 +3,10 @@
     python benchmarks/agentic.py [--steps N] [--only NAME ...] [--keep DIR] [--gpu]
 
 Each conversation is a long system message that all share and turns of a drawn text each way, after an environment's lognormal
-time (agentic_environment.py). The KV caches of the two instances hold about half of the conversations that are open, at their full length. Nothing is
+time (agentic_environment.py). The KV caches of the two instances hold about half of what is open (a quarter with `--gpu`). Nothing is
 learned, so all runs do the same work. "busy ms/turn" is what engines spent on a turn: the rollout's cost, whatever the trainer
-takes. `--gpu`: a random 0.6B model, two vLLM instances and the trainer share one GPU.
+takes. `--gpu`: a random 1.7B model, two vLLM instances and the trainer share one GPU; conversations of 14,000 tokens, of which the
+model writes a few a turn, so that what is computed again is what costs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ COORDINATION = "psrl.rollout_coordination."
 ROUTING, THUNDER = f"{COORDINATION}routing_strategy.", f"{COORDINATION}session_strategy.thunder_agent."
 ROLLOUT = "gen_actor_rollout_ref.rollout."
 TURNS, TURN_TOKENS, SYSTEM_TOKENS, PROMPT_TOKENS = 6, 32, 128, 16
+GPU_TURNS, GPU_TURN_TOKENS, GPU_CONTEXT = 32, 8, 16384
 COMMON = [
     "preset=laptop", "trainer.logger=[console]", "trainer.report=False", "trainer.save_freq=0", "psrl.staleness=1",
     "psrl.deployment.n_rollout_instances=2", "data.reasoning_gym.dataset=null", "data.task=agentic_environment:Chores",
@@ -50,12 +52,13 @@ ON_CPU = [
     "psrl.deployment.train_cores=[0]", "psrl.deployment.rollout_cores=[1]",
 ]  # fmt: skip
 ON_GPU = [
-    "trainer.device=cuda", "trainer.gpu_memory_fraction=0.4", f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16",
-    f"{ROLLOUT}gpu_memory_utilization=0.15", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=6", "psrl.rollout_n=8",
+    "trainer.device=cuda", "trainer.gpu_memory_fraction=0.5", f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16",
+    f"{ROLLOUT}gpu_memory_utilization=0.15", f"{ROLLOUT}max_num_seqs=128", "psrl.staleness_buffer_entries=3", "psrl.rollout_n=8",
     # Blocks of 16 tokens; with the second key no engine measures memory while the other one allocates.
-    f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 3072, kv_cache_memory_bytes: {12 * 2**30}}}",
-    "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=4608",
-    f"{ROLLOUT}multi_turn.environment_params={{turns: 20, tokens: 192, seconds: 0.2}}",
+    f"{ROLLOUT}engine_kwargs.vllm={{num_gpu_blocks_override: 4608, kv_cache_memory_bytes: {12 * 2**30}}}",
+    "data.task_params={system_tokens: 512, prompt_tokens: 64}", "data.max_prompt_length=768", "data.max_response_length=14336",
+    f"{ROLLOUT}multi_turn.environment_params={{turns: {GPU_TURNS}, tokens: 400, seconds: 0.1}}",
+    f"{ROLLOUT}multi_turn.max_tokens_per_turn={GPU_TURN_TOKENS}",
     "train_actor_rollout_ref.actor.mixed_precision=bfloat16", "train_actor_rollout_ref.actor.gradient_checkpointing=True",
     "train_actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
 ]  # fmt: skip
@@ -74,7 +77,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--gpu", action="store_true", help="vLLM on one GPU, a random model, longer conversations")
-    parser.add_argument("--size", default="0.6b", help="--gpu: of trainer_models.SIZES")
+    parser.add_argument("--size", default="1.7b", help="--gpu: of trainer_models.SIZES")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides for every case")
     args = parser.parse_args()
     where = "trainer and two vLLM instances on one GPU" if args.gpu else "trainer on core 0, two instances on core 1"
@@ -91,7 +94,7 @@ def main() -> int:
         for number, name in enumerate(args.only):
             run_dir = scratch / f"{number:02}"
             launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *CASES[name]])
-            first = report(name, run_dir, first, warmup=2 if args.gpu else WARMUP)
+            first = report(name, run_dir, first, *((2, GPU_TURN_TOKENS) if args.gpu else (WARMUP, TURN_TOKENS)))
     return 0
 
 
@@ -101,7 +104,9 @@ def cpu_model(scratch: Path, overrides: list[str]) -> Path:
 
 
 def gpu_model(scratch: Path, size: str) -> Path:
-    gpu_headline.random_model(size, 8192, scratch / f"model-{size}", "cuda" if torch.cuda.is_available() else "cpu")
+    gpu_headline.random_model(
+        size, GPU_CONTEXT, scratch / f"model-{size}", "cuda" if torch.cuda.is_available() else "cpu"
+    )
     return scratch / f"model-{size}"
 
 
@@ -110,7 +115,7 @@ def launch(run_dir: Path, overrides: list[str]) -> None:
     headline_runs.launch(run_dir, overrides, {"PYTHONPATH": import_path})
 
 
-def report(name: str, run_dir: Path, first: float, warmup: int) -> float:
+def report(name: str, run_dir: Path, first: float, warmup: int, turn_tokens: int) -> float:
     """Print a line; returns the trajectories an hour that speed-ups refer to. Neither `warmup` steps count nor the last one."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     steady = rows[warmup:-1]
@@ -126,7 +131,7 @@ def report(name: str, run_dir: Path, first: float, warmup: int) -> float:
     computed = sum(w.get("prompt_tokens", 0) for w in work)
     hits = sum(w.get("prefix_hit_tokens", 0) for w in work)
     busy = sum(w.get("busy_s", 0) for w in work)
-    turns = sum(w.get("generated_tokens", 0) for w in work) / TURN_TOKENS
+    turns = sum(w.get("generated_tokens", 0) for w in work) / turn_tokens
     sessions = " ".join(
         f"{key.rpartition('/')[2]}={rows[-1][key]:g}" for key in sorted(rows[-1]) if key.startswith("rollout/sessions/")
     )

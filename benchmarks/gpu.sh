@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # What is checked and measured on GPUs, part by part: benchmarks/gpu.sh OUT PART...
 #
-#   one GPU       tests packing trainer weights rollout pulls whole_path learning agentic shared
+#   one GPU       tests packing trainer weights rollout pulls whole_path learning agentic shared turns
 #   two GPUs      tests headline
 #
 # Each part's output is shown and kept in OUT/PART.txt, its other results beside it. One that fails or takes too long does not keep the
 # next ones from running, and the last line says which did. SIZE (0.6b) is the model of rollout, pulls and headline; shared and headline
 # go on where an earlier call with the same OUT ended, shared with AT_ONCE (1) settings side by side, on a GPU each.
-# Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests and shared torch-memory-saver.
+# Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests, shared and turns torch-memory-saver.
 set -uo pipefail
 if [ $# -lt 2 ]; then
   sed -n '2,5p' "$0" >&2
@@ -41,9 +41,10 @@ for name in "$@"; do
   pulls) part pulls 300 gpu_rollout.py --size "$size" --turns 1 --new-tokens 256 --without-bare --out "$out/pulls-$size.json" ;;
   whole_path) part whole_path 400 gpu_whole_path.py --out "$out/whole_path" ;;
   learning) part learning 580 gpu_learning.py --out "$out/learning" ;;
-  agentic) part agentic 560 agentic.py --gpu --steps 6 ;;
+  agentic) part agentic 560 agentic.py --gpu --steps 5 --only request_num_balance "+ ThunderAgent" ;;
   shared) part shared 590 gpu_headline.py --gpus 1 --at-once "${AT_ONCE:-1}" --size 0.6b --groups 16 --mean 192 --cap 1024 --steps 8 \
     --minutes 9 --out "$out/shared" ;;
+  turns) part turns 120 gpu_turns.py ;;
   headline) part headline 590 gpu_headline.py --gpus 2 --size "$size" --groups 16 --mean 256 --cap 2048 --steps 9 \
     --minutes 9 --out "$out/headline" ;;
   *) echo "no part $name: see the head of $0" >&2; bad+=("$name") ;;

@@ -64,20 +64,22 @@ def released(run_dir: Path) -> Row:
 def predict(
     rows: dict[str, Row], chosen: Mapping[str, list[str]], common: Sequence[str], out: Path, steps: int
 ) -> None:
-    """Add the simulator's step time to each row, where the synchronous run is there to calibrate on."""
+    """Add the simulator's step time to each row, where the synchronous run is there to calibrate on, or was once."""
     from psrl.config.command_line import prepare_overrides
     from psrl.config.errors import ConfigError
     from psrl.simulate.__main__ import prepare
     from psrl.simulate.build import simulate
     from psrl.simulate.calibrate import calibrate
 
+    calibration = out / "calibration.json"
     try:
-        calibrate(out / "synchronous").save(out / "calibration.json")
+        if not calibration.exists():
+            calibrate(out / "synchronous").save(calibration)
     except ConfigError as error:
         print(f"nothing is predicted: {error}")
         return
     own = [
-        f"simulation.calibration={out / 'calibration.json'}",
+        f"simulation.calibration={calibration}",
         f"simulation.steps={steps}",
         f"simulation.warmup_steps={WARMUP}",
     ]

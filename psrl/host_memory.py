@@ -48,7 +48,7 @@ def register_host(buffer: torch.Tensor) -> None:
     unregistered before it is unmapped, or CUDA fails later where it meets the same addresses again."""
     code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if code != 0:
-        log.warning("%d bytes of shared memory cannot be registered with CUDA (error %d): slower", buffer.nbytes, code)
+        log.warning("%d bytes of host memory cannot be registered with CUDA (error %d): slower", buffer.nbytes, code)
 
 
 def unregister_host(buffer: torch.Tensor) -> None:

@@ -275,7 +275,7 @@ class RolloutEngineConfig:
     pipeline_model_parallel_size: int = 1
     """vLLM: ranks that share the layers out."""
     gpu_memory_utilization: float = 0.9
-    """vLLM: share of a GPU's memory for weights and KV cache."""
+    """vLLM: share of a GPU's memory for weights, those that arrive beside them, and the KV cache."""
     enforce_eager: bool = False
     """vLLM: no compilation and no CUDA graphs; starts sooner, decodes slower."""
     max_num_batched_tokens: int | None = None

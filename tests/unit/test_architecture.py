@@ -44,7 +44,7 @@ ALLOWED = {
     "trainer/pipeline.py": {"trainer", "algorithms", "config"},
     "trainer/batch.py": {"trainer", "algorithms", "protocol"},
     "trainer/step.py": {"trainer", "algorithms", "protocol", "config"},
-    "trainer/backends": {"trainer", "algorithms", "config"},
+    "trainer/backends": {"trainer", "algorithms", "config", "host_memory"},
 }
 SHELLS = {"coordinator/service.py", "rollout/engines/vllm_core.py"}
 """The one file of the coordinator that does I/O, and the one of the engines that has a process of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from psrl.rollout.engines.vllm_arguments import (
     kv_bytes_a_token,
     share_without_arrivals,
 )
+
+log = logging.getLogger(__name__)
 
 CPU_HEAD_DIM = 32
 
@@ -65,8 +68,16 @@ def _with_room_for_arrivals(options: Mapping[str, Any], weight_bytes: int) -> di
     """On a GPU: `gpu_memory_utilization` is what psrl's engine takes, with the weights that arrive."""
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     asked = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
-    left = share_without_arrivals(asked, current_platform.get_device_total_memory(), weight_bytes // ranks)
-    return {**options, "gpu_memory_utilization": left}
+    try:
+        device_bytes = current_platform.get_device_total_memory()
+    except Exception as error:  # of many kinds: an unknown platform, a GPU named by its UUID
+        log.warning(
+            "vLLM cannot tell the size of its GPU (%s: %s): gen_actor_rollout_ref.rollout.gpu_memory_utilization=%s is vLLM's alone, "
+            "and must leave room for %.1f GiB of weights that arrive",
+            type(error).__name__, error, asked, weight_bytes / ranks / 2**30,
+        )  # fmt: skip
+        return dict(options)
+    return {**options, "gpu_memory_utilization": share_without_arrivals(asked, device_bytes, weight_bytes // ranks)}
 
 
 def _set_defaults_of_environment() -> None:

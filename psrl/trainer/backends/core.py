@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.schedule import learning_rate
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
+from psrl.trainer.backends.host_copy import HostCopy, local_part
 from psrl.trainer.backends.remembered import Remembered
-from psrl.trainer.backends.saves import BackgroundSave, checkpoint_errors, copied
+from psrl.trainer.backends.saves import BackgroundSave, checkpoint_errors
 from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class BackendCore(ABC):
         self._remembered: Remembered | None = None
         self._remembered_steps = 0
         self._save_group: dist.ProcessGroup | None = None
+        self._host_copy = HostCopy()
 
     # ---- what a backend adds -----------------------------------------------------------------------------------
 
@@ -208,7 +209,9 @@ class BackendCore(ABC):
         it meets in a process group of its own. One at a time."""
         if self.world_size > 1 and self._save_group is None:
             self._save_group = dist.new_group(backend="gloo")
-        return BackgroundSave(copied(self._state()), directory, self._save_group, no_dist=self.world_size == 1)
+        return BackgroundSave(
+            self._host_copy.of(self._state()), directory, self._save_group, no_dist=self.world_size == 1
+        )
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, also with another number of ranks or another backend. Collective; raises
@@ -321,11 +324,6 @@ class BackendCore(ABC):
         for kind, values in self._kinds().items():
             state |= self._tensors(kind, values)
         return state
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, the live one."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def grid_of(log_probs: torch.Tensor, targets: torch.Tensor, shape: torch.Size) -> torch.Tensor:

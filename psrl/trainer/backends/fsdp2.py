@@ -33,11 +33,11 @@ from psrl.trainer.backends.core import (
     compute_dtype,
     ensure_process_group,
     grid_of,
-    local_part,
     predictors_of,
     row_range,
     shared_mask,
 )
+from psrl.trainer.backends.host_copy import local_part
 from psrl.trainer.backends.ulysses import SIZE_KEY, Ulysses
 from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
 from psrl.trainer.backends.unpadded import attention_of, has_kernel, keywords, without_padding

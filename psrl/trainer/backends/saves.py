@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -66,11 +65,6 @@ class _AlreadyCopied:
     def synchronize_staging(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-def copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy in host memory, of this rank's shards only."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
 
 
 @contextmanager
