@@ -11,9 +11,10 @@ each setting does the same work. Settings are added one to the other. "ceiling" 
 ceiling is the step that no schedule beats; "predicted" is the simulator's, calibrated on the synchronous run. "pull" is what a
 weight pull moves a second, beside a plain copy of as many bytes between the same two devices.
 
-A setting that --out holds already (rows.json) is not run again, and none begins that would not end within --minutes: call it again
-for the rest. One that fails is shown and does not keep the others from running. With --at-once several settings run side by side, each on --gpus of its own. Compile caches of trainer and engine stay on
-the node, so the first run starts slowest.
+A setting that --out holds already (rows.json) is not run again, and none begins that would not end within --minutes: call it
+again for the rest. One that fails is shown and does not keep the others from running. With --at-once several settings run side
+by side, each on --gpus of its own. A setting starts while the one before it does its last step, which no figure counts, and writes
+its checkpoint. Compile caches of trainer and engine stay on the node, so the first run starts slowest.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def run_all(
         try:
             environment = {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
             _launch(run_dir, overrides, environment, lambda: leave() if steps_made(run_dir) >= enough_steps else None)
-        except SystemExit as error:
+        except (SystemExit, OSError) as error:
             failed.append(run_dir.name)
             print(f"{error}", flush=True)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from psrl.rollout.engines.vllm_arguments import (
-    engine_arguments,
-    head_dim,
-    kv_bytes_a_token,
-    share_without_arrivals,
-)
+from psrl.rollout.engines.vllm_arguments import engine_arguments, head_dim, kv_bytes_a_token, share_without_arrivals
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +36,14 @@ def engine_config(
     """See VllmEngine; `weight_bytes` are those of the whole model. Sets defaults of vLLM's environment variables. ValueError for
     what vLLM refuses."""
     _set_defaults_of_environment()
+    adapted = _with_whole_prompts if current_platform.is_cpu() else partial(_with_room_for_arrivals, weight_bytes)
     arguments = engine_arguments(
         directory,
         dtype=dtype,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         kv_cache_bytes=_cpu_cache_bytes(directory, dtype, kv_cache_tokens, options),
-        options=_with_whole_prompts(options)
-        if current_platform.is_cpu()
-        else _with_room_for_arrivals(options, weight_bytes),
+        options=adapted(options),
     )
     return EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
 
@@ -64,8 +59,11 @@ def _with_whole_prompts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "enable_chunked_prefill": False}
 
 
-def _with_room_for_arrivals(options: Mapping[str, Any], weight_bytes: int) -> dict[str, Any]:
-    """On a GPU: `gpu_memory_utilization` is what psrl's engine takes, with the weights that arrive."""
+def _with_room_for_arrivals(weight_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """On a GPU: `gpu_memory_utilization` is what psrl's engine takes, with the weights that arrive. Who gives the KV cache its size has
+    divided the memory already."""
+    if options.get("kv_cache_memory_bytes") is not None:
+        return dict(options)
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     asked = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
     try:
