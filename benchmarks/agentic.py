@@ -3,10 +3,10 @@
     python benchmarks/agentic.py [--steps N] [--only NAME ...] [--keep DIR] [--gpu]
 
 Each conversation is a long system message that all share and turns of a drawn text each way, after an environment's lognormal
-time (agentic_environment.py). The KV caches of the two instances hold about half of what is open (a quarter with `--gpu`). Nothing is
-learned, so all runs do the same work. "busy ms/turn" is what engines spent on a turn: the rollout's cost, whatever the trainer
-takes. `--gpu`: a random 1.7B model, two vLLM instances and the trainer share one GPU; conversations of 14,000 tokens, of which the
-model writes a few a turn, so that what is computed again is what costs.
+time (agentic_environment.py). The KV caches of the two instances hold about half of the conversations that are open, at their full
+length (a quarter with `--gpu`). Nothing is learned, so all runs do the same work. "busy ms/turn" is what engines spent on a turn: the
+rollout's cost, whatever the trainer takes. `--gpu`: a random 1.7B model, two vLLM instances and the trainer share one GPU; conversations of 14,000 tokens, of which the
+model writes a few a turn, so that prefilling is most of the work where caches lose them.
 """
 
 from __future__ import annotations

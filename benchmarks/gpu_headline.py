@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -110,16 +110,13 @@ def main() -> int:
     remember(args.out / "workload.json", common)
     known = settings_of_one_gpu() if args.gpus == 1 and args.device == "cuda" else settings(args.groups)
     chosen = {name: own for name, own in known.items() if not args.only or name in args.only}
-    kept = args.out / "rows.json"
-    rows: dict[str, Row] = json.loads(kept.read_text()) if kept.exists() else {}
+    rows = collect(args.out, known, args.gpus)
     runs = {place(args.out, name): [*common, *own] for name, own in chosen.items() if name not in rows}
     gpus = gpu_sets(args.gpus, args.at_once) if args.device == "cuda" else [None] * args.at_once
     failed = run_all(runs, gpus, minutes=args.minutes, enough_steps=args.steps - 1)
-    for name in chosen:
-        if name not in rows and completed(path := place(args.out, name)):
-            rows[name] = measure(path, args.gpus)
-    rows = {name: rows[name] for name in known if name in rows}
-    kept.write_text(json.dumps(rows, indent=1))
+    rows = collect(args.out, known, args.gpus)
+    if not rows:
+        raise SystemExit(f"nothing has been measured in {args.out}")
     predict(rows, known, common, args.out, args.steps)
     copy_gb_s = plain_copy(args.device, max(int(row["nbytes"]) for row in rows.values()))
     lines = [
@@ -136,6 +133,18 @@ def main() -> int:
     else:
         print("no plot: matplotlib is not installed here; call it again where it is")
     return 1 if failed else 0
+
+
+def collect(out: Path, known: Iterable[str], gpus: int) -> dict[str, Row]:
+    """The rows of all settings that have run, of those that rows.json knows and whose runs are gone too; kept there."""
+    kept = out / "rows.json"
+    rows: dict[str, Row] = json.loads(kept.read_text()) if kept.exists() else {}
+    rows |= {
+        name: measure(place(out, name), gpus) for name in known if name not in rows and completed(place(out, name))
+    }
+    rows = {name: rows[name] for name in known if name in rows}
+    kept.write_text(json.dumps(rows, indent=1))
+    return rows
 
 
 # ---- what runs -------------------------------------------------------------------------------------------------

@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_weights import SIZES, published_shapes
+from gpu_weights import SIZES, published_shapes, timed
 from report_machine import describe_machine
 from trainer_models import GIB
 
 from psrl.colocate.memory import HostCopies, Memory, SaverRegion
-from psrl.trainer.backends.host_copy import HostCopy
+from psrl.trainer.backends.host_copy import StateCopy
 
 COPIES = 3
 """Weights, first and second moments."""
@@ -72,9 +72,9 @@ def measure_turns(args: argparse.Namespace) -> None:
     for _ in range(args.rounds + 1):
         pieces = [torch.empty(2**26, dtype=torch.uint8, device="cuda") for _ in range(int(16 * args.activations_gib))]
         del pieces
-        cache.append(timed(torch.cuda.empty_cache))
-        leave.append(cache[-1] + timed(memory.pause))
-        take.append(timed(memory.resume))
+        cache.append(once_ms(torch.cuda.empty_cache))
+        leave.append(cache[-1] + once_ms(memory.pause))
+        take.append(once_ms(memory.resume))
     median = statistics.median
     print(
         f"{args.kind:20}{sum(t.nbytes for t in held) / GIB:7.2f}{segments:10}{leave[0]:16.0f}{median(leave[1:]):10.0f}"
@@ -86,13 +86,12 @@ def measure_turns(args: argparse.Namespace) -> None:
 def measure_checkpoint(args: argparse.Namespace) -> None:
     shapes = list(published_shapes(args.size).values()) * COPIES
     state = {str(number): torch.zeros(shape, device="cuda") for number, shape in enumerate(shapes)}
-    host = HostCopy()
-    took = [timed(lambda: host.of(state)) for _ in range(args.rounds + 1)]
+    host = StateCopy()
+    took = [once_ms(lambda: host.of(state)) for _ in range(args.rounds + 1)]
     print(f"a checkpoint's copy: {took[0]:.0f} ms the first time, then {statistics.median(took[1:]):.0f}")
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Milliseconds."""
+def once_ms(action: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     begun = time.perf_counter()
     action()
@@ -103,7 +102,7 @@ def timed(action: Callable[[], object]) -> float:
 def pinned_gb_s() -> float:
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
-    return GIB / 1e6 / min(timed(lambda: host.copy_(device, non_blocking=True)) for _ in range(5))
+    return GIB / 1e9 / timed(lambda: host.copy_(device, non_blocking=True), device.device, rounds=5)
 
 
 if __name__ == "__main__":

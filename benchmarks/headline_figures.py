@@ -73,7 +73,7 @@ def predict(
 
     calibration = out / "calibration.json"
     try:
-        if not calibration.exists():
+        if (out / "synchronous").exists() or not calibration.exists():
             calibrate(out / "synchronous").save(calibration)
     except ConfigError as error:
         print(f"nothing is predicted: {error}")

@@ -16,11 +16,6 @@ from pathlib import Path
 POLL_S = 0.2
 
 
-def launch(run_dir: Path, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-    """One run, to its end. SystemExit with what it printed if it fails."""
-    _launch(run_dir, overrides, environment or {}, meanwhile=lambda: None)
-
-
 def run_all(
     runs: Mapping[Path, Sequence[str]], gpus: Sequence[str | None], *, minutes: float, enough_steps: int
 ) -> list[str]:
@@ -34,15 +29,24 @@ def run_all(
         free.put(each)
 
     def run(run_dir: Path, overrides: Sequence[str], own: str | None) -> None:
-        begun_s, leave = time.monotonic(), _once(lambda: free.put(own))
+        begun_s, gone = time.monotonic(), threading.Event()
+
+        def leave() -> None:
+            if not gone.is_set():
+                gone.set()
+                took_s.append(time.monotonic() - begun_s)
+                free.put(own)
+
+        def leave_in_time() -> None:
+            if steps_made(run_dir) >= enough_steps:
+                leave()
+
         try:
-            environment = {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
-            _launch(run_dir, overrides, environment, lambda: leave() if steps_made(run_dir) >= enough_steps else None)
+            launch(run_dir, overrides, {} if own is None else {"CUDA_VISIBLE_DEVICES": own}, leave_in_time)
         except (SystemExit, OSError) as error:
             failed.append(run_dir.name)
             print(f"{error}", flush=True)
-        finally:
-            leave()
+        leave()
         took_s.append(time.monotonic() - begun_s)
         print(f"{run_dir.name}: {took_s[-1]:.0f} s with its start", flush=True)
 
@@ -76,15 +80,21 @@ def steps_made(run_dir: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def _launch(
-    run_dir: Path, overrides: Sequence[str], environment: Mapping[str, str], meanwhile: Callable[[], None]
+def launch(
+    run_dir: Path,
+    overrides: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """The run's output goes beside it, and is shown if it fails. Its checkpoint, of no use here, is removed."""
+    """One run, to its end; `meanwhile` is called again and again. Its output goes beside it, and is in the SystemExit if it fails. Its
+    checkpoint, of no use here, is removed."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     log = run_dir.with_name(f"{run_dir.name}.log")
     with log.open("wb") as out:
         command = [sys.executable, "-m", "psrl.launch", f"run_dir={run_dir}", *overrides]
-        with subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}) as ran:
+        with subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        ) as ran:
             while ran.poll() is None:
                 meanwhile()
                 time.sleep(POLL_S)
@@ -95,8 +105,3 @@ def _launch(
             for path in [log, *sorted(run_dir.glob("logs/*.log"))]
         ]
         raise SystemExit("\n".join([*tails, f"{run_dir.name} ended with {ran.returncode}"]))
-
-
-def _once(action: Callable[[], None]) -> Callable[[], None]:
-    left = [action]
-    return lambda: left.pop()() if left else None

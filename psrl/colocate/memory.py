@@ -116,8 +116,7 @@ def _torch_memory_saver() -> Any:
     from torch_memory_saver import torch_memory_saver
 
     torch_memory_saver.hook_mode = "torch"  # no preloaded library; only regions are touched. It can be set once
-    # Else each pause pins host memory anew, which takes many times as long as the copy.
-    torch_memory_saver.retain_cpu_backup = True
+    torch_memory_saver.retain_cpu_backup = True  # else each pause pins host memory anew
     return torch_memory_saver
 
 

@@ -16,6 +16,7 @@ from psrl.rollout.engines.vllm_arguments import engine_seed, user_options
 from psrl.rollout.lmcache_instance import environment, instance_lmcache, with_transfers
 from psrl.rundir.keys import load_keys
 from psrl.tasks.prepare import context_length
+from psrl.weights.mode import settled_mode
 
 
 def make_engine(role: Role, source: ModelSource, block_size: int = 0) -> Engine:
@@ -48,6 +49,7 @@ def make_engine(role: Role, source: ModelSource, block_size: int = 0) -> Engine:
                 empty_offload=asked.clear_on_weight_update,
                 block_size=block_size,
                 seed_samples=gen.seed_samples,
+                arrivals=settled_mode(role.run_dir) == "nixl",
             )
         return with_transfers(role, engine)
     return TorchEngine(

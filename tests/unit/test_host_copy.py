@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psrl.trainer.backends.host_copy import HostCopy
+from psrl.trainer.backends.host_copy import StateCopy
 
 pytestmark = pytest.mark.unit
 
 
 def test_the_second_copy_lies_where_the_first_lay() -> None:
     state = {"weights": torch.arange(6.0).view(2, 3), "steps": torch.tensor(1)}
-    host = HostCopy()
+    host = StateCopy()
     first = host.of(state)
     addresses = {name: tensor.data_ptr() for name, tensor in first.items()}
     state["weights"].add_(10)
@@ -28,7 +28,7 @@ def test_the_second_copy_lies_where_the_first_lay() -> None:
     ids=["shape", "dtype", "names"],
 )
 def test_another_layout_gets_memory_of_its_own(changed: dict[str, torch.Tensor]) -> None:
-    host = HostCopy()
+    host = StateCopy()
     host.of({"weights": torch.ones(2, 3)})
     copy = host.of(changed)
     assert copy.keys() == changed.keys()

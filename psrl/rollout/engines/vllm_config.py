@@ -30,13 +30,13 @@ def engine_config(
     max_num_seqs: int,
     max_model_len: int,
     kv_cache_tokens: int,
-    weight_bytes: int,
+    arrival_bytes: int,
     options: Mapping[str, Any],
 ) -> VllmConfig:
-    """See VllmEngine; `weight_bytes` are those of the whole model. Sets defaults of vLLM's environment variables. ValueError for
-    what vLLM refuses."""
+    """See VllmEngine; `arrival_bytes`: of weights that arrive on its GPUs, all together. Sets defaults of vLLM's environment
+    variables. ValueError for what vLLM refuses."""
     _set_defaults_of_environment()
-    adapted = _with_whole_prompts if current_platform.is_cpu() else partial(_with_room_for_arrivals, weight_bytes)
+    adapted = _with_whole_prompts if current_platform.is_cpu() else partial(_with_room_for_arrivals, arrival_bytes)
     arguments = engine_arguments(
         directory,
         dtype=dtype,
@@ -59,10 +59,10 @@ def _with_whole_prompts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "enable_chunked_prefill": False}
 
 
-def _with_room_for_arrivals(weight_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_room_for_arrivals(arrival_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """On a GPU: `gpu_memory_utilization` is what psrl's engine takes, with the weights that arrive. Who gives the KV cache its size has
     divided the memory already."""
-    if options.get("kv_cache_memory_bytes") is not None:
+    if not arrival_bytes or options.get("kv_cache_memory_bytes") is not None:
         return dict(options)
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     asked = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
@@ -72,10 +72,10 @@ def _with_room_for_arrivals(weight_bytes: int, options: Mapping[str, Any]) -> di
         log.warning(
             "vLLM cannot tell the size of its GPU (%s: %s): gen_actor_rollout_ref.rollout.gpu_memory_utilization=%s is vLLM's alone, "
             "and must leave room for %.1f GiB of weights that arrive",
-            type(error).__name__, error, asked, weight_bytes / ranks / 2**30,
+            type(error).__name__, error, asked, arrival_bytes / ranks / 2**30,
         )  # fmt: skip
         return dict(options)
-    return {**options, "gpu_memory_utilization": share_without_arrivals(asked, device_bytes, weight_bytes // ranks)}
+    return {**options, "gpu_memory_utilization": share_without_arrivals(asked, device_bytes, arrival_bytes // ranks)}
 
 
 def _set_defaults_of_environment() -> None:

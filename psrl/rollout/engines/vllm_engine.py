@@ -80,11 +80,12 @@ class VllmEngine:
         empty_offload: bool = False,
         block_size: int = 0,
         seed_samples: bool | None = None,
+        arrivals: bool = True,
     ) -> None:
         """Start vLLM on the model in `directory` (tens of seconds), with random weights until `update_weights`.
 
         `specs`: the model's tensors (`psrl.models.load.checkpoint_specs`). `kv_cache_tokens` is for CPUs; on a GPU
-        `options["gpu_memory_utilization"]` decides, of which weights that arrive take their part. `options`: more of vLLM's EngineArgs. Raises ValueError for limits and options that vLLM refuses.
+        `options["gpu_memory_utilization"]` decides, which with `arrivals` also holds weights that workers pull there. `options`: more of vLLM's EngineArgs. Raises ValueError for limits and options that vLLM refuses.
 
         `run` tells this run's keys and values from another's. With `kv_transfer_config` (LMCache's) they are tagged with
         their version (`tag_versions`), or what lies outside of vLLM is dropped at each switch (`empty_offload`).
@@ -105,7 +106,7 @@ class VllmEngine:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             kv_cache_tokens=kv_cache_tokens,
-            weight_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()),
+            arrival_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()) if arrivals else 0,
             options=options,
         )
         self.version = -1

@@ -22,7 +22,7 @@ from psrl.algorithms.metrics import MetricSums, stack, unstack
 from psrl.algorithms.schedule import learning_rate
 from psrl.config.schema import ActorConfig
 from psrl.trainer.backends.base import LossFn, MicroBatch, SharedLayout, WeightShard
-from psrl.trainer.backends.host_copy import HostCopy, local_part
+from psrl.trainer.backends.host_copy import StateCopy, local_part
 from psrl.trainer.backends.remembered import Remembered
 from psrl.trainer.backends.saves import BackgroundSave, checkpoint_errors
 from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
@@ -81,7 +81,7 @@ class BackendCore(ABC):
         self._remembered: Remembered | None = None
         self._remembered_steps = 0
         self._save_group: dist.ProcessGroup | None = None
-        self._host_copy = HostCopy()
+        self._state_copy = StateCopy()
 
     # ---- what a backend adds -----------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class BackendCore(ABC):
         if self.world_size > 1 and self._save_group is None:
             self._save_group = dist.new_group(backend="gloo")
         return BackgroundSave(
-            self._host_copy.of(self._state()), directory, self._save_group, no_dist=self.world_size == 1
+            self._state_copy.of(self._state()), directory, self._save_group, no_dist=self.world_size == 1
         )
 
     def load(self, directory: Path) -> None:

@@ -19,7 +19,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-class HostCopy:
+class StateCopy:
     """Host memory for copies of one state, made at the first and kept: pages are touched, and locked where the state is on a GPU,
     once and not at each checkpoint. A copy holds until the next one is made."""
 
