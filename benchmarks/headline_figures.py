@@ -64,7 +64,7 @@ def released(run_dir: Path) -> Row:
 def predict(
     rows: dict[str, Row], chosen: Mapping[str, list[str]], common: Sequence[str], out: Path, steps: int
 ) -> None:
-    """Add the simulator's step time to each row, where the synchronous run is there to calibrate on, or was once."""
+    """Add the simulator's step time to each row that it can predict, where the synchronous run is there to calibrate on, or was once."""
     from psrl.config.command_line import prepare_overrides
     from psrl.config.errors import ConfigError
     from psrl.simulate.__main__ import prepare
@@ -84,8 +84,12 @@ def predict(
         f"simulation.warmup_steps={WARMUP}",
     ]
     for name in rows:
-        config, simulation = prepare(prepare_overrides([*common, *chosen[name], *own]))
-        rows[name]["predicted_s"] = simulate(config, simulation).step_s
+        try:
+            config, simulation = prepare(prepare_overrides([*common, *chosen[name], *own]))
+        except ConfigError as error:
+            print(f"{name} is not predicted: {error}")
+        else:
+            rows[name]["predicted_s"] = simulate(config, simulation).step_s
 
 
 def plain_copy(device: str, nbytes: int) -> float:
