@@ -52,7 +52,7 @@ class Coordinator(Dispatch, Upkeep, Turns):
         self._route_waiting(now_s)
         self._dismiss()
         if self.draining is None:
-            self._dispatch()
+            self._dispatch(now_s)
             self._ship()
             self._hurry()
         self._give_turn()

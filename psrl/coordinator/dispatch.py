@@ -154,14 +154,17 @@ class Dispatch(Membership):
 
     # ---- new groups ------------------------------------------------------------------------------------------
 
-    def _dispatch(self) -> None:
+    def _dispatch(self, now_s: float) -> None:
         """Reserve and hand out new groups while an instance, an agent loop, a prompt and a place are there."""
         batch: dict[str, list[c.Assignment]] = {}
+        self._look_at_shares(now_s)
         while (agent := self.placement.least_busy_agent()) and (position := self.prompts.peek()) is not None:
             work = self._group_work(position)
             instance = self.fleet.choose(work, self.staleness.incarnation, self._reservable(position))
             if instance is None:
                 break
+            if self.shares.sated(instance, now_s):
+                continue
             prompt_tokens = self.facts(position.prompt).tokens if self.gate is not None else 0
             if self.gate is not None and not self.gate.has_room(instance, prompt_tokens):
                 continue
@@ -185,6 +188,18 @@ class Dispatch(Membership):
             batch.setdefault(agent.name, []).append(self._assignment(reserve))
         for name, groups in batch.items():
             self._say(name, c.Assign(groups=groups))
+
+    def _look_at_shares(self, now_s: float) -> None:
+        """Keep a part of what may begin now for those that are about to have new weights."""
+        placement, new = self.placement, self.staleness.room() * self.settings.samples_per_group
+        self.shares.look(
+            samples=placement.in_flight + new,
+            staying=len(placement.instances) - len(self.retiring & placement.instances.keys()),
+            pulling=self.lagging.num_pulling,
+            absent=max(0, self.settings.num_instances - self.most_instances),
+            changed=placement.changed,
+            now_s=now_s,
+        )
 
     def _reservable(self, position: Position) -> list[int]:
         """Versions that this prompt can be promised a place with, in order of preference."""

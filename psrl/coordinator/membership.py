@@ -133,6 +133,7 @@ class Membership(Joiners):
         if known is None:
             known = InstanceView(name, state.endpoint, state.max_concurrent)
             self.placement.add_instance(known)
+            self.most_instances = max(self.most_instances, len(self.placement.instances))
             log.info("instance %s is here", name)
         known.version, known.incarnation, known.pulling, known.draining = (
             state.version,

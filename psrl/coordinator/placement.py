@@ -32,6 +32,8 @@ class Placement:
         self.instances: dict[str, InstanceView] = {}
         self.agents: dict[str, AgentView] = {}
         self.groups: dict[int, OpenGroup] = {}
+        self.in_flight = 0
+        """Samples at all instances."""
         self.changed: set[str] = set()
         """Instances whose load changed since the last look at them; who looks clears it."""
         self._by_groups: list[tuple[int, str]] = []
@@ -90,6 +92,7 @@ class Placement:
         """A new or restarted instance: nothing is there yet but what agent loops say is."""
         self.instances[view.name] = view
         view.in_flight = sum(g.on.get(view.name, 0) for g in self.groups.values())
+        self.in_flight += view.in_flight
         self.fleet.add(view)
 
     def remove_instance(self, name: str) -> InstanceView:
@@ -143,6 +146,7 @@ class Placement:
                 group.tokens[name] = now
             if view := self.instances.get(name):
                 view.in_flight += after - before
+                self.in_flight += after - before
                 if not view.in_flight:
                     view.stats.waiting = 0  # whoever waited there has left, whatever it reported last
                     view.fits = UNLIMITED
@@ -157,5 +161,6 @@ def check_consistent(placement: Placement, open_groups: Iterable[int]) -> None:
     assert set(placement.groups) == set(open_groups)
     for name, view in placement.instances.items():
         assert view.in_flight == sum(g.on.get(name, 0) for g in placement.groups.values()), name
+    assert placement.in_flight == sum(view.in_flight for view in placement.instances.values())
     for name, agent in placement.agents.items():
         assert agent.groups == {n for n, g in placement.groups.items() if g.agent == name}, name

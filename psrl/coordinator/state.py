@@ -23,6 +23,7 @@ from psrl.coordinator.routing.base import Router
 from psrl.coordinator.routing.fleet import Fleet
 from psrl.coordinator.sessions.gate import SessionGate
 from psrl.coordinator.sessions.settings import SessionSettings
+from psrl.coordinator.shares import Shares
 from psrl.coordinator.staleness import Staleness
 from psrl.coordinator.stragglers import StragglerWatch
 from psrl.coordinator.sync.lagging import Lagging
@@ -100,7 +101,12 @@ class RunState:
         self.epoch = epoch
         self.records: list[AnyRecord] = []
         self.outbox: list[tuple[str, c.Message]] = []
-        self.fleet = Fleet(router, limit=settings.max_concurrent, reject_on_waiting=settings.reject_on_waiting)
+        self.fleet = Fleet(
+            router,
+            limit=settings.max_concurrent,
+            reject_on_waiting=settings.reject_on_waiting,
+            samples_per_group=settings.samples_per_group,
+        )
         self.placement = Placement(self.fleet)
         self.facts = facts
         """What routing may know of a prompt, by its index."""
@@ -135,6 +141,9 @@ class RunState:
         self.sync_strategy = make_sync(settings.sync)
         self.lagging = Lagging()
         self.migrations = Migrations()
+        self.shares = Shares(settings.placing.patience_s)
+        self.most_instances = 0
+        """That have been here at a time."""
         self.validation = Validation(settings.validation, self.counters)
         self.training_done = False
         """Nothing can fail the run any more; it may wait for the last validation."""

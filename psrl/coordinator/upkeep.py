@@ -59,7 +59,7 @@ class Upkeep(Membership):
     def _pull_done(self, sender: str, done: c.PullDone, now_s: float) -> None:
         if (view := self.placement.instances.get(sender)) and not view.asleep:
             view.version, view.incarnation = done.version, done.incarnation
-            view.pause_s = done.pause_s
+            view.pause_s, view.quarantined_until_s = done.pause_s, 0.0
             self.counters["pulls"] += 1
             self._pull_ended(view)
 
@@ -96,6 +96,7 @@ class Upkeep(Membership):
         look_s = math.inf if not self.lagging and self.settings.migration is None else self._whole_look_s
         if self.gate is not None:
             look_s = min(look_s, self.gate.next_look_s)
+        look_s = min(look_s, self.shares.next_look_s)
         if not self.waiting_routes:
             return look_s
         return min(look_s, self.considered_s + self.settings.placing.check_interval_s)

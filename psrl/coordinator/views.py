@@ -36,6 +36,8 @@ class InstanceView:
     with each sample that leaves: what the KV cache did not hold must not come straight back."""
     full: bool = False
     """New groups go elsewhere: sessions wait here for room in the KV cache (see coordinator.sessions)."""
+    sated: bool = False
+    """It has its share of new groups until others have taken new weights, too (see coordinator.shares)."""
     stats: EngineStats = field(default_factory=EngineStats)
     reported_s: float = 0.0
     """When `stats` came, on the coordinator's clock."""

@@ -61,7 +61,7 @@ def test_a_turn_that_stays_computes_what_is_new() -> None:
 def test_a_cache_aware_router_that_hears_of_the_caches_finds_prefixes(method: str) -> None:
     s = agents(turns=8)
     s.environment.sigma = 1.0
-    by_number, by_cache = simulate(fleet(instances=4), s), simulate(fleet(method, instances=4), s)
+    by_number, by_cache = simulate(fleet(instances=8), s), simulate(fleet(method, instances=8), s)
     assert by_cache.prefix_hit_share > by_number.prefix_hit_share + 0.02
 
 

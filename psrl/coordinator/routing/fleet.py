@@ -14,11 +14,13 @@ class Fleet:
     """Every change of a view that was added is noted by the view itself; a choice first passes on what was noted, so its
     cost follows the number of changes and not the size of the fleet.
 
-    `limit`: most samples at one instance; `reject_on_waiting`: nothing for one whose own queue waits.
+    `limit`: most samples at one instance; `reject_on_waiting`: nothing for one whose own queue waits; `samples_per_group`: as
+    many at once are a new group.
     """
 
-    def __init__(self, router: Router, *, limit: int, reject_on_waiting: bool) -> None:
+    def __init__(self, router: Router, *, limit: int, reject_on_waiting: bool, samples_per_group: int = 1) -> None:
         self.router = router
+        self.samples_per_group = samples_per_group
         self.limit = limit
         self.reject_on_waiting = reject_on_waiting
         self._views: dict[str, InstanceView] = {}
@@ -63,7 +65,14 @@ class Fleet:
                 self._leave_pool(name)
                 self._pool_of[name] = pool
                 self._pools[pool] += 1
-            self.router.update(view, 0 if view.full else free_slots(view, self.limit, self.reject_on_waiting))
+            self.router.update(view, self._free(view))
+
+    def _free(self, view: InstanceView) -> int:
+        """Samples that may go there now. One that is sated takes single ones still, but no group."""
+        if view.full:
+            return 0
+        free = free_slots(view, self.limit, self.reject_on_waiting)
+        return min(free, self.samples_per_group - 1) if view.sated else free
 
     def _leave_pool(self, name: str) -> None:
         if (pool := self._pool_of.pop(name, None)) is not None:

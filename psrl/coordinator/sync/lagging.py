@@ -14,6 +14,12 @@ class Lagging:
     def __init__(self) -> None:
         self.version = self.incarnation = -1
         self._behind: dict[str, InstanceView] = {}
+        self._pulling: set[str] = set()
+
+    @property
+    def num_pulling(self) -> int:
+        """Instances that take new weights now and whose last pull did not fail."""
+        return len(self._pulling)
 
     def __len__(self) -> int:
         return len(self._behind)
@@ -34,10 +40,15 @@ class Lagging:
             self._behind[view.name] = view
         else:
             self._behind.pop(view.name, None)
+        if view.pulling >= 0 and not (view.quarantined_until_s or view.leaving):
+            self._pulling.add(view.name)
+        else:
+            self._pulling.discard(view.name)
 
     def forget(self, name: str) -> None:
         """It is gone."""
         self._behind.pop(name, None)
+        self._pulling.discard(name)
 
     def all(self) -> list[InstanceView]:
         return list(self._behind.values())
