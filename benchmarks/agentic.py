@@ -1,23 +1,27 @@
 """Many turns, shared prefixes, slow environments: what routing and session scheduling do to trajectories an hour, on real processes.
 
-    python benchmarks/agentic.py [--steps N] [--only NAME ...] [--keep DIR] [--gpu]
+    python benchmarks/agentic.py [--steps N] [--only NAME ...] [--keep DIR] [--rows FILE] [--gpu]
 
 Each conversation is a long system message that all share and turns of a drawn text each way, after an environment's lognormal
 time (agentic_environment.py). The KV caches of the two instances hold about half of the conversations that are open, at their full
 length (a quarter with `--gpu`). Nothing is learned, so all runs do the same work. "busy ms/turn" is what engines spent on a turn: the
 rollout's cost, whatever the trainer takes. `--gpu`: a random 1.7B model, two vLLM instances and the trainer share one GPU; conversations of 14,000 tokens, of which the
-model writes a few a turn, so that prefilling is most of the work where caches lose them.
+model writes a few a turn, so that prefilling is most of the work where caches lose them. With `--rows` what was measured before, with
+the same arguments, is shown along and not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gpu_headline
 import headline_runs
@@ -30,6 +34,7 @@ from psrl.telemetry.timeline import SWITCH
 from psrl.telemetry.timeline_read import read_timeline
 
 WARMUP = 3
+Row = dict[str, Any]
 COORDINATION = "psrl.rollout_coordination."
 ROUTING, THUNDER = f"{COORDINATION}routing_strategy.", f"{COORDINATION}session_strategy.thunder_agent."
 ROLLOUT = "gen_actor_rollout_ref.rollout."
@@ -66,6 +71,7 @@ STICKY = f"{ROUTING}enable_trajectory_sticky=True"
 CASES: dict[str, list[str]] = {
     "request_num_balance": [],
     "+ sticky": [STICKY],
+    "cache_aware_v1": [f"{ROUTING}method=cache_aware_v1"],
     "cache_aware_v1 + sticky": [STICKY, f"{ROUTING}method=cache_aware_v1"],
     "+ ThunderAgent": [STICKY, f"{ROUTING}method=cache_aware_v1", f"{THUNDER}enable=True"],
 }
@@ -76,6 +82,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--rows", type=Path, help="figures of earlier calls, and of this one")
     parser.add_argument("--gpu", action="store_true", help="vLLM on one GPU, a random model, longer conversations")
     parser.add_argument("--size", default="1.7b", help="--gpu: of trainer_models.SIZES")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides for every case")
@@ -83,18 +90,23 @@ def main() -> int:
     where = "trainer and two vLLM instances on one GPU" if args.gpu else "trainer on core 0, two instances on core 1"
     print(f"{describe_machine()}\n{args.steps} steps, one run each; {where}\n")
     print(
-        f"{'':26} {'step s':>8} {'trajectories/h':>15} {'speed-up':>9} {'tokens/s':>9} {'busy ms/turn':>13} {'computed tokens/turn':>21} {'prefix hits':>12}  sessions",
+        f"{'':26} {'step s':>8} {'trajectories/h':>15} {'speed-up':>9} {'tokens/s':>9} {'busy ms/turn':>13} {'computed tokens/turn':>21} {'prefix hits':>12} {'busiest':>8}  sessions",
         flush=True,
     )
+    rows: dict[str, Row] = json.loads(args.rows.read_text()) if args.rows and args.rows.exists() else {}
+    for name, row in rows.items():
+        print(line(name, row, rows), flush=True)
     with contextlib.ExitStack() as stack:
         scratch = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="psrl-agentic-")))
         own = [*COMMON, *(ON_GPU if args.gpu else ON_CPU), *args.set]
         model = gpu_model(scratch, args.size) if args.gpu else cpu_model(scratch, own)
-        first = 0.0
-        for number, name in enumerate(args.only):
-            run_dir = scratch / f"{number:02}"
+        for name in [name for name in args.only if name not in rows]:
+            run_dir = scratch / name.strip("+ ").replace(" ", "_")
             launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *CASES[name]])
-            first = report(name, run_dir, first, *((2, GPU_TURN_TOKENS) if args.gpu else (WARMUP, TURN_TOKENS)))
+            rows[name] = measure(run_dir, *((2, GPU_TURN_TOKENS) if args.gpu else (WARMUP, TURN_TOKENS)))
+            print(line(name, rows[name], rows), flush=True)
+            if args.rows:
+                args.rows.write_text(json.dumps(rows, indent=1))
     return 0
 
 
@@ -115,34 +127,49 @@ def launch(run_dir: Path, overrides: list[str]) -> None:
     headline_runs.launch(run_dir, overrides, {"PYTHONPATH": import_path})
 
 
-def report(name: str, run_dir: Path, first: float, warmup: int, turn_tokens: int) -> float:
-    """Print a line; returns the trajectories an hour that speed-ups refer to. Neither `warmup` steps count nor the last one."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    steady = rows[warmup:-1]
+def measure(run_dir: Path, warmup: int, turn_tokens: int) -> Row:
+    """Neither `warmup` steps count nor the last one. "busiest": the share of all tokens that the instance with the most of them made."""
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    steady = metrics[warmup:-1]
     seconds = sum(row["timing_s/step"] for row in steady)
-    hourly = 3600 * sum(row["training/num_samples"] for row in steady) / seconds
-    tokens = sum(row["training/num_samples"] * row["response_length/mean"] for row in steady) / seconds
-    work = [
-        span.attributes
+    samples = sum(row["training/num_samples"] for row in steady)
+    work = {
+        track.name: [span.attributes for span in track.spans if span.name == SWITCH]
         for track in read_timeline(RunDir(run_dir).timeline)
-        for span in track.spans
-        if span.name == SWITCH and track.role == "instance"
-    ]
-    computed = sum(w.get("prompt_tokens", 0) for w in work)
-    hits = sum(w.get("prefix_hit_tokens", 0) for w in work)
-    busy = sum(w.get("busy_s", 0) for w in work)
-    turns = sum(w.get("generated_tokens", 0) for w in work) / turn_tokens
-    sessions = " ".join(
-        f"{key.rpartition('/')[2]}={rows[-1][key]:g}" for key in sorted(rows[-1]) if key.startswith("rollout/sessions/")
-    )
+        if track.role == "instance"
+    }
+
+    def total(counter: str) -> float:
+        return sum(each.get(counter, 0) for own in work.values() for each in own)
+
+    made = [sum(each.get("generated_tokens", 0) for each in own) for own in work.values()]
+    turns = max(1.0, sum(made) / turn_tokens)
+    computed, hits = total("prompt_tokens"), total("prefix_hit_tokens")
     audit = subprocess.run([sys.executable, "-m", "psrl.audit", str(run_dir)], capture_output=True)
-    print(
-        f"{name:26} {seconds / len(steady):8.3f} {hourly:15.0f} {hourly / (first or hourly):9.2f} {tokens:9.0f} "
-        f"{1e3 * busy / max(turns, 1):13.1f} {computed / max(turns, 1):21.1f} {hits / max(hits + computed, 1):12.1%}  {sessions} "
-        f"{'audit clean' if audit.returncode == 0 else 'AUDIT FAILED'}",
-        flush=True,
+    sessions = [
+        f"{key.rpartition('/')[2]}={metrics[-1][key]:g}"
+        for key in sorted(metrics[-1])
+        if key.startswith("rollout/sessions/")
+    ]
+    return {
+        "step_s": seconds / len(steady),
+        "hourly": 3600 * samples / seconds,
+        "tokens_s": sum(row["training/num_samples"] * row["response_length/mean"] for row in steady) / seconds,
+        "busy_ms": 1e3 * total("busy_s") / turns,
+        "computed": computed / turns,
+        "hits": hits / max(1, hits + computed),
+        "busiest": max(made) / max(1, sum(made)),
+        "sessions": " ".join([*sessions, "audit clean" if audit.returncode == 0 else "AUDIT FAILED"]),
+    }
+
+
+def line(name: str, row: Row, rows: Mapping[str, Row]) -> str:
+    """Speed-ups refer to the default, or to the first row there is."""
+    default = rows.get(next(iter(CASES)), next(iter(rows.values())))
+    return (
+        f"{name:26} {row['step_s']:8.3f} {row['hourly']:15.0f} {row['hourly'] / default['hourly']:9.2f} {row['tokens_s']:9.0f} "
+        f"{row['busy_ms']:13.1f} {row['computed']:21.1f} {row['hits']:12.1%} {row['busiest']:8.0%}  {row['sessions']}"
     )
-    return first or hourly
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ for name in "$@"; do
   pulls) part pulls 300 gpu_rollout.py --size "$size" --turns 1 --new-tokens 256 --without-bare --out "$out/pulls-$size.json" ;;
   whole_path) part whole_path 400 gpu_whole_path.py --out "$out/whole_path" ;;
   learning) part learning 580 gpu_learning.py --out "$out/learning" ;;
-  agentic) part agentic 560 agentic.py --gpu --steps 5 --only request_num_balance "+ ThunderAgent" ;;
+  agentic) part agentic 560 agentic.py --gpu --steps 5 --rows "$out/agentic.json" --only "+ ThunderAgent" request_num_balance ;;
   shared) part shared 590 gpu_headline.py --gpus 1 --at-once "${AT_ONCE:-1}" --size 0.6b --groups 16 --mean 192 --cap 1024 --steps 8 \
     --minutes 9 --out "$out/shared" ;;
   turns) part turns 120 gpu_turns.py ;;

@@ -2,8 +2,8 @@
 Used by `gpu_rollout.py`.
 
 A process of its own publishes random weights of the engine's shapes from the same device, as a trainer does; the engine's workers
-pull them, as in a run. Rates, and what a switch costs in all, go by when tokens arrive here; how long nothing decodes is what the engine
-says of its last switch: loading and resuming, after the step in hand has ended.
+pull them, as in a run. Rates, and what a switch costs in all, go by when tokens arrive here; decoding stands still from the moment at which
+the core had made the last tokens before a switch until it may make more (what it then makes first are the keys and values anew).
 """
 
 from __future__ import annotations
@@ -80,6 +80,14 @@ class Watch:
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self.steps: list[tuple[float, int]] = []
+        self.made_s = 0.0
+        """When the core had made the newest tokens that have been heard of: on the clock that `time.monotonic` is in every process."""
+        self._drain, engine._core.drain = engine._core.drain, self._note  # type: ignore[method-assign]
+
+    def _note(self) -> list[Any]:
+        found = self._drain()
+        self.made_s = max((each.timestamp for each in found if each.outputs), default=self.made_s)
+        return found
 
     def step(self, at_most_s: float = LIMIT_S) -> None:
         """Wait for tokens, no longer than that."""
@@ -135,7 +143,7 @@ def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], No
         pulls.append(pulled(len(pulls) % VERSIONS).pull_s)
     beside = watch.steps[begun:]
     usual = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(plain))
-    parts, lost = [], []
+    parts, stalls, lost = [], list[float](), []
     for number in range(rounds):
         engine.abort()
         busy()
@@ -144,12 +152,12 @@ def measure(engine: VllmEngine, run_dir: Path, route: str, busy: Callable[[], No
         watch.go(1)
         last = watch.steps[-1][0]
         engine.update_weights(staged.version, staged.tensors())
+        stalls.append(time.monotonic() - watch.made_s)
         parts.append(engine.last_switch)
         after = watch.go(steps)
         lost.append((after[-1][0] - last) - sum(tokens for _, tokens in after) / before)
     engine.abort()
     pull.close()
-    stalls = [part["load_s"] + part["resume_s"] for part in parts]
     return {
         "route": first.transport, "GB": first.nbytes / 1e9, "step_ms": 1e3 * usual,
         "pull_ms": 1e3 * statistics.median(pulls), "tokens_s": rate(plain), "pulling": rate(beside) / rate(plain),

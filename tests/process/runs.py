@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import psutil
 
 import psrl
@@ -24,8 +25,10 @@ from psrl.coordinator.ledger import replay
 from psrl.coordinator.records import AnyRecord, Occupy, Publish, Release, Reserve, Start, Take
 from psrl.join import joiner_name
 from psrl.outcome import Outcome, read_outcome
+from psrl.protocol.samples import Group
 from psrl.role import load_config
 from psrl.rundir.layout import RunDir
+from psrl.rundir.segments import read_sample
 from psrl.telemetry.metrics import read_metrics
 
 DEADLINE_S = 300.0
@@ -366,6 +369,15 @@ def lives(process: psutil.Process) -> bool:
 
 NewRun = Callable[..., Run]
 """The fixture `new_run`: (overrides, name) to a run that is not started yet."""
+
+
+def sealed(run: Run) -> list[Group]:
+    """All groups that were sealed for training, as they lie in the run directory."""
+    refs = [record.ref for record in of(run.records(), Occupy)]
+    return [
+        msgspec.msgpack.decode(read_sample(run.dir.samples, r.segment, r.offset, r.length, r.crc), type=Group)
+        for r in refs
+    ]
 
 
 def of(records: list[AnyRecord], kind: type[T]) -> list[T]:
