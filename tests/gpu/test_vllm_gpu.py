@@ -35,6 +35,7 @@ BASE: dict[str, object] = {
     "gen_actor_rollout_ref.rollout.dtype": "bfloat16",
     "gen_actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
     "gen_actor_rollout_ref.rollout.ignore_eos": "True",
+    "gen_actor_rollout_ref.rollout.max_num_seqs": 2,  # decoding takes longer than training: pulls meet samples in the making
     "data.max_response_length": 512,
     "trainer.keep_samples": "True",
 }
