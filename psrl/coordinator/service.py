@@ -107,7 +107,8 @@ class Service:
                 self.core.tick(now)
                 self._check_fence(now)
             self.core.advance(now)
-            self._commit()
+            if self.core.ended is None:
+                self._commit()
         self._conclude()
 
     def _receive(self, timeout_s: float) -> None:
@@ -129,18 +130,25 @@ class Service:
 
     def _commit(self) -> None:
         """Journal first, then speak."""
+        records = self._journal()
+        self._speak()
+        self._clean_up(records)
+
+    def _journal(self) -> list[AnyRecord]:
         records, self.core.records = self.core.records, []
         if records:
             self.ledger.append(records)
             self.ledger.flush(sync=any(isinstance(r, DURABLE) for r in records))
+        if rows := self.core.validation.rows:
+            append_validations(self.role.run_dir, rows)
+            rows.clear()
+        return records
+
+    def _speak(self) -> None:
         outbox, self.core.outbox = self.core.outbox, []
         for name, message in outbox:
             if (peer := self.peers.get(name)) is not None:
                 self.server.send(peer, message)
-        if rows := self.core.validation.rows:
-            append_validations(self.role.run_dir, rows)
-            rows.clear()
-        self._clean_up(records)
 
     def _clean_up(self, records: list[AnyRecord]) -> None:
         """Sealed samples that a complete checkpoint covers are deleted, unless the user keeps them."""
@@ -160,10 +168,11 @@ class Service:
             self.ledger.check_newest()
 
     def _conclude(self) -> None:
+        """The verdict is in the run directory before anybody hears it: whoever sees supervisors end looks for it there."""
         verdict = self.core.ended
         assert verdict is not None  # the loop above ended because of it
         self.core.records.append(End(verdict.status, verdict.cause))
-        self._commit()
+        records = self._journal()
         outcome = Outcome(
             status=verdict.status,
             cause=verdict.cause,
@@ -172,6 +181,8 @@ class Service:
         )
         publish_outcome(self.role.run_dir, outcome)
         log.info("the run is over: %s %s", verdict.status, verdict.cause)
+        self._speak()
+        self._clean_up(records)
         until = time.monotonic() + FAREWELL_S
         # Supervisors stay until this process has ended.
         while (
