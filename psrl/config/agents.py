@@ -31,12 +31,21 @@ class AgentConfig:
     """What makes a sample: single_turn_agent (one response to the prompt) | tool_agent (turns with an environment or tools, see multi_turn) | black_box_agent (your own program against an OpenAI-compatible endpoint)."""
     serve_sessions: bool = False
     """Serve an OpenAI-compatible endpoint in each agent loop process though no agent of the run needs it; `python -m psrl.sessions RUN_DIR` says where."""
+    turn_timeout_s: float = 1800.0
+    """Deadline of one turn of a session, from its request to its last token, waiting for an instance included; beyond it the turn leaves no trace and its caller gets an error (HTTP 504)."""
+    max_body_mb: float = 8.0
+    """Largest body of a request to the OpenAI-compatible endpoint, which holds the whole conversation; a larger one is refused (HTTP 413)."""
     black_box: BlackBoxConfig = field(default_factory=BlackBoxConfig)
 
 
 def plays_turns(agent: AgentConfig) -> bool:
     """Whether samples are conversations: a single response has no session, and nothing happens between its turns."""
     return agent.default_agent_loop != SINGLE_TURN
+
+
+def serves_sessions(agent: AgentConfig) -> bool:
+    """Whether agent loop processes serve an endpoint."""
+    return agent.serve_sessions or agent.default_agent_loop == BLACK_BOX
 
 
 @dataclass

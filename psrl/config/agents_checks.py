@@ -14,12 +14,15 @@ from psrl.config.agents import (
     TRUNCATE_SIDES,
     AgentConfig,
     MultiTurnConfig,
+    plays_turns,
+    serves_sessions,
 )
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 
 ROLLOUT = "gen_actor_rollout_ref.rollout"
-LOOP, BOX, TURNS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.agent.black_box", f"{ROLLOUT}.multi_turn"
+AGENT, TURNS = f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"
+LOOP, BOX = f"{AGENT}.default_agent_loop", f"{AGENT}.black_box"
 CHOICES = {
     LOOP: AGENT_LOOPS,
     f"{TURNS}.cut_message": (END, GO_ON),
@@ -35,6 +38,8 @@ AT_LEAST = {
     f"{TURNS}.sandbox.max_processes": 1,
 }
 POSITIVE = (
+    f"{AGENT}.turn_timeout_s",
+    f"{AGENT}.max_body_mb",
     f"{BOX}.timeout_s",
     f"{TURNS}.step_timeout_s",
     f"{TURNS}.sandbox.timeout_s",
@@ -134,4 +139,11 @@ def _warnings(agent: AgentConfig, turns: MultiTurnConfig) -> list[str]:
         unused.append(f"{TURNS} has no effect with {LOOP}={agent.default_agent_loop}: it is read by {TOOL}")
     if agent.default_agent_loop != BLACK_BOX and (agent.black_box.function or agent.black_box.command):
         unused.append(f"{BOX} has no effect with {LOOP}={agent.default_agent_loop}: it is read by {BLACK_BOX}")
+    usual, serves = AgentConfig(), serves_sessions(agent)
+    if agent.turn_timeout_s != usual.turn_timeout_s and not (plays_turns(agent) or serves):
+        unused.append(
+            f"{AGENT}.turn_timeout_s has no effect: with {LOOP}={SINGLE_TURN} there are no sessions unless they are served"
+        )
+    if agent.max_body_mb != usual.max_body_mb and not serves:
+        unused.append(f"{AGENT}.max_body_mb has no effect: with {LOOP}={agent.default_agent_loop} nothing is served")
     return unused

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from psrl.agents.base import AgentPrompt, Endpoint
 from psrl.agents.select import make_agent
-from psrl.config.agents import BLACK_BOX
+from psrl.config.agents import AgentConfig, MultiTurnConfig, serves_sessions
 from psrl.config.algorithm_checks import greedy_samples
 from psrl.models.tokenizer import ChatTokenizer
 from psrl.protocol.control import Assignment
@@ -32,18 +33,26 @@ from psrl.tasks.prepare import context_length
 
 if TYPE_CHECKING:
     from psrl.sessions.serve import SessionServer
+    from psrl.sessions.store import SessionStore
 
 log = logging.getLogger("psrl.agent_loop")
 
 WATCH_S = 1.0
 
 
-def _server(store: RunSessions, token: str, host: str) -> SessionServer:
+def session_limits(agent: AgentConfig, multi_turn: MultiTurnConfig) -> SessionLimits:
+    """What the run's keys say, and the defaults of the rest."""
+    limits = SessionLimits(turn_timeout_s=agent.turn_timeout_s)
+    turns = multi_turn.max_assistant_turns
+    return limits if turns is None else replace(limits, max_turns=turns)
+
+
+def make_server(store: SessionStore, token: str, host: str, agent: AgentConfig) -> SessionServer:
     """The web server's packages are imported here: whoever serves nobody needs none."""
-    from psrl.sessions.app import make_app
+    from psrl.sessions.app import EndpointLimits, make_app
     from psrl.sessions.serve import SessionServer
 
-    return SessionServer(make_app(store, token), host)
+    return SessionServer(make_app(store, token, EndpointLimits(max_body_bytes=int(agent.max_body_mb * 2**20))), host)
 
 
 class SessionAgents:
@@ -52,17 +61,16 @@ class SessionAgents:
     def __init__(
         self, role: Role, home: Home, tokenizer: ChatTokenizer, sampling: SamplingParams, connections: Connections
     ) -> None:
-        config = role.config
-        agent = config.gen_actor_rollout_ref.rollout.agent
+        config, rollout = role.config, role.config.gen_actor_rollout_ref.rollout
+        agent = rollout.agent
         self.role, self.home, self.sampling = role, home, sampling
         self.limits = TokenLimits(context=context_length(config), response=config.data.max_response_length)
         self.guests = Guests(sampling, self.limits, connections.names, connections.send)
-        turns = config.gen_actor_rollout_ref.rollout.multi_turn.max_assistant_turns
-        limits = SessionLimits() if turns is None else SessionLimits(max_turns=turns)
+        limits = session_limits(agent, rollout.multi_turn)
         self.store = RunSessions(config.model.name, tokenizer, self.guests, config.seed, limits)
-        serves = agent.serve_sessions or agent.default_agent_loop == BLACK_BOX
+        serves = serves_sessions(agent)
         token = session_token(load_keys(role.run_dir)) if serves else ""
-        self.server = _server(self.store, token, role.address) if serves else None
+        self.server = make_server(self.store, token, role.address, agent) if serves else None
         endpoint = Endpoint(self.server.url, token) if self.server is not None else None
         player = make_agent(config, endpoint)
         self.host = SessionHost(home, player, self.store) if player is not None else None

@@ -113,6 +113,8 @@ class SessionHost:
             ending = Ending(failed=f"{type(error).__name__}: {error}")
         finally:
             self.store.close(session)
+        if not trajectory.finish:  # one that ended with its group is not asked what it is worth
+            ending = judged(ending, spoke=session.capture.trained_branch() is not None, fault=session.fault)
         if ending.failed:
             log.warning("group %d sample %d is not trained: %s", group, sample, ending.failed)
         if kept := trajectory.give_up_place():
@@ -179,6 +181,29 @@ class GroupPlaces:
         self.home.abort(instance, AbortRequest(samples=((group, sample),)))
         self.home.say(c.SampleMoves(left=[(group, instance, 1)]))
         self.home.say(c.TurnsEnded(away=[(group, trajectory.sample, instance, trajectory.longest)]))
+
+
+def judged(ending: Ending, *, spoke: bool, fault: str) -> Ending:
+    """What an agent says of its trajectory, in the light of what its session knows. Many agents swallow a call that failed and return
+    as if the model had said nothing, which is not for the policy to answer for: such a trajectory failed. `spoke`: the model had a
+    turn; `fault` as Session.fault.
+
+    >>> judged(Ending(), spoke=False, fault="").failed
+    'it ended without a turn of the model and without a reward of its own'
+    >>> judged(Ending(reward=0.0), spoke=True, fault="TurnTimeoutError: too slow").failed
+    'its last turn failed, TurnTimeoutError: too slow'
+    >>> judged(Ending(), spoke=True, fault="") == Ending(), judged(Ending(reward=0.5), spoke=False, fault="") == Ending(reward=0.5)
+    (True, True)
+    """
+    if ending.failed:
+        return ending
+    if fault:
+        return Ending(failed=f"its last turn failed, {fault}", metrics=ending.metrics)
+    if not spoke and ending.reward is None:
+        return Ending(
+            failed="it ended without a turn of the model and without a reward of its own", metrics=ending.metrics
+        )
+    return ending
 
 
 def session_id(work: SessionGroup, sample: int) -> str:

@@ -60,14 +60,14 @@ class Trajectory:
     places: Places
     greedy: bool = False
     trains: bool = True
-    """Its turns are sampled as the run says, whatever they ask for: what trains is drawn from the policy that trains."""
+    """Its turns are sampled as the run says, whatever they ask for: what trains is drawn from the policy that trains, and
+    independently of the other samples of its group."""
     finish: str = ""
     instance: str = ""
     last_instance: str = ""
     """Where its last turn was made."""
     holder: str = ""
     """As PartialSample.holder, between turns."""
-    num_turns: int = 0
     token_ids: list[int] = field(default_factory=list)
     """What the model has written, in order of its turns."""
     last_finish: str = ""
@@ -101,7 +101,7 @@ class Trajectory:
         self._number += 1
         part = PartialSample(
             sample=self._number * self.group_size + self.sample,
-            seed=request.seed if request.seed is not None else turn_seed(self.seed, self.num_turns),
+            seed=self._seed(request),
             max_response=min(request.max_new_tokens, self.room(len(request.prompt_ids))),
             greedy=self.greedy,
             exact=request.seed is not None,
@@ -115,6 +115,12 @@ class Trajectory:
         except asyncio.CancelledError:
             self._withdraw()
             raise
+
+    def _seed(self, request: TurnRequest) -> int:
+        own = turn_seed(self.seed, request.num_before)
+        if request.seed is None:
+            return own
+        return mixed_seed(own, request.seed) if self.trains else request.seed
 
     def _withdraw(self) -> None:
         if (turn := self._turn) is not None:
@@ -199,7 +205,6 @@ class Trajectory:
         part = turn.part
         made = TurnTokens(part.token_ids, part.logprobs, part.spans, part.finish or FINISH_LENGTH)
         self._turn, self.instance, self.last_finish, self.holder = None, "", made.finish, part.holder
-        self.num_turns += 1
         self.token_ids += part.token_ids
         self.longest = max(self.longest, len(turn.request.prompt_ids) + len(part.token_ids))
         if not turn.done.done():
@@ -231,6 +236,17 @@ class Trajectory:
 def turn_seed(seed: int, turn: int) -> int:
     """A 62-bit seed of one turn: no two turns of a trajectory draw the same numbers, a repeated one the same again."""
     return (seed ^ (turn * 0x9E3779B97F4A7C15)) & ((1 << 62) - 1)
+
+
+def mixed_seed(own: int, asked: int) -> int:
+    """The seed of a turn that trains and whose client asked for one. Agents ask for the same number in all samples of a group, which
+    would then be one sample many times, without an advantage: so whatever is asked, turns whose `own` 62-bit seeds differ still draw
+    other numbers, and another number asked gives others too.
+
+    >>> mixed_seed(5, 42) == mixed_seed(5, 42), mixed_seed(5, 42) == mixed_seed(6, 42), mixed_seed(5, 42) == mixed_seed(5, 43)
+    (True, False, False)
+    """
+    return (own ^ (asked * 0xBF58476D1CE4E5B9)) & ((1 << 62) - 1)
 
 
 def _sampling(run: SamplingParams, turn: TurnRequest, *, obeys: bool) -> SamplingParams:

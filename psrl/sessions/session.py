@@ -12,7 +12,13 @@ from typing import Any
 from psrl.protocol.generation import FINISH_STOP
 from psrl.protocol.samples import VersionSpan
 from psrl.sessions.capture import SessionCapture, TurnStart
-from psrl.sessions.errors import ContextExceededError, SessionBusyError, TurnLimitError, TurnTimeoutError
+from psrl.sessions.errors import (
+    ContextExceededError,
+    RefusedRequestError,
+    SessionBusyError,
+    TurnLimitError,
+    TurnTimeoutError,
+)
 from psrl.sessions.messages import Message
 from psrl.sessions.text import TurnText
 from psrl.sessions.tool_calls import OPEN
@@ -21,6 +27,8 @@ from psrl.sessions.turns import SessionOverError, TurnMaker, TurnRequest, TurnTo
 log = logging.getLogger(__name__)
 ABORT_S = 30.0
 """A maker that has not ended a cancelled turn after so long is given up, and its session with it."""
+NOT_OURS = (RefusedRequestError, SessionOverError)
+"""The request is at fault, or the trajectory was ended. A client that leaves cancels its turn, which is its own doing too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +126,9 @@ class Session:
         self.completion_tokens = 0
         """Of all turns."""
         self.failed_turns = 0
+        self.fault = ""
+        """Why a turn failed through no fault of the agent's, if none has been made since. It may have been told an error and have gone on
+        as if the model had said nothing."""
         self._maker = maker
         self._lock = asyncio.Lock()
         self._making: asyncio.Task[TurnTokens] | None = None
@@ -130,20 +141,31 @@ class Session:
         Raises RefusedRequestError and its kinds, SessionOverError, SessionBusyError, TurnTimeoutError.
         """
         async with self._one_at_a_time():
-            start = self.capture.begin_turn(request.messages, request.tools)
-            if request.retry and self._last is not None and self._last[0] == start.history:
-                return self._last[1]
-            self._last = None
-            turn = self._turn_request(request, start)
-            hearing = _Hearing(TurnText(self.capture.tokenizer, request.stop, OPEN if request.tools else ""), on_delta)
             try:
-                await self._make(turn, hearing)
-            except BaseException:
-                self.failed_turns += 1
+                reply = await self._chat(request, on_delta)
+            except NOT_OURS:
                 raise
-            reply = self._keep(start, hearing)
-            self._last = start.history, reply
+            except Exception as error:
+                self.fault = f"{type(error).__name__}: {error}"
+                raise
+            self.fault = ""
             return reply
+
+    async def _chat(self, request: ChatRequest, on_delta: Callable[[Delta], None] | None) -> ChatReply:
+        start = self.capture.begin_turn(request.messages, request.tools)
+        if request.retry and self._last is not None and self._last[0] == start.history:
+            return self._last[1]
+        self._last = None
+        turn = self._turn_request(request, start)
+        hearing = _Hearing(TurnText(self.capture.tokenizer, request.stop, OPEN if request.tools else ""), on_delta)
+        try:
+            await self._make(turn, hearing)
+        except BaseException:
+            self.failed_turns += 1
+            raise
+        reply = self._keep(start, hearing)
+        self._last = start.history, reply
+        return reply
 
     @asynccontextmanager
     async def _one_at_a_time(self) -> AsyncIterator[None]:
@@ -174,6 +196,7 @@ class Session:
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
+            num_before=self.capture.num_turns,
         )
 
     async def _make(self, turn: TurnRequest, hearing: _Hearing) -> None:

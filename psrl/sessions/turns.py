@@ -31,6 +31,8 @@ class TurnRequest:
     """None: as the run samples. The same for the next two."""
     top_p: float | None = None
     seed: int | None = None
+    num_before: int = 0
+    """Turns that the session has kept: one that failed and is made again draws the same numbers again, a further one others."""
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the model's own."""
 

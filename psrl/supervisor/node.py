@@ -203,8 +203,19 @@ def role_environment(run_dir: RunDir) -> dict[str, str]:
     env.setdefault("TRANSFORMERS_OFFLINE", "1")
     env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too: a log is no terminal
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env.setdefault("PYTHONHASHSEED", "0")
+    env["PYTHONHASHSEED"] = hash_seed(env.get("PYTHONHASHSEED", ""))
     return env
+
+
+def hash_seed(given: str) -> str:
+    """A user's own number is kept. Anything else, "random" too, becomes 0: otherwise hash() of a text differs from process to process,
+    and so do names that are made with it, as LMCache makes them where it falls back to hash(). Our own (psrl.protocol.blocks) do not
+    depend on it.
+
+    >>> [hash_seed(given) for given in ("", "random", "7")]
+    ['0', '0', '7']
+    """
+    return given if given.isascii() and given.isdigit() else "0"
 
 
 def main() -> int:

@@ -91,6 +91,8 @@ REFUSED: list[tuple[list[str], str]] = [
     ([BOX, f"{ROLLOUT}.agent.black_box.command='agent \"'"], "cannot be split into words: No closing quotation"),
     ([BOX, f"{ROLLOUT}.agent.black_box.command=' '"], "black_box.command is empty"),
     ([f"{ROLLOUT}.agent.black_box.timeout_s=0"], "must be greater than 0"),
+    ([f"{ROLLOUT}.agent.turn_timeout_s=0"], "agent.turn_timeout_s=0.0 is refused: it must be greater than 0"),
+    ([f"{ROLLOUT}.agent.max_body_mb=-1"], "agent.max_body_mb=-1.0 is refused: it must be greater than 0"),
     ([f"{ROLLOUT}.multi_turn.max_assistant_turns=0"], "must be at least 1"),
     ([f"{ROLLOUT}.multi_turn.tool_response_truncate_side=both"], "allowed is left | right | middle"),
     ([f"{ROLLOUT}.multi_turn.sandbox.max_processes=0"], "must be at least 1"),
@@ -110,10 +112,28 @@ def test_what_cannot_work_is_refused_in_one_sentence(overrides: list[str], said:
         ([f"{ROLLOUT}.multi_turn.tools=[python]"], "multi_turn has no effect with"),
         ([FUNCTION], "black_box has no effect with"),
         ([TOOL, HIDDEN_SUM, FUNCTION], "black_box has no effect with"),
+        ([f"{ROLLOUT}.agent.turn_timeout_s=60"], "agent.turn_timeout_s has no effect"),
+        ([TOOL, HIDDEN_SUM, f"{ROLLOUT}.agent.max_body_mb=64"], "agent.max_body_mb has no effect"),
     ],
 )
 def test_what_has_no_effect_is_told(overrides: list[str], said: str) -> None:
     assert any(said in warning for warning in check(config_of(*overrides)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [TOOL, HIDDEN_SUM, f"{ROLLOUT}.agent.turn_timeout_s=60"],
+        [
+            f"{ROLLOUT}.agent.serve_sessions=true",
+            f"{ROLLOUT}.agent.turn_timeout_s=60",
+            f"{ROLLOUT}.agent.max_body_mb=64",
+        ],
+        [BOX, FUNCTION, f"{ROLLOUT}.agent.turn_timeout_s=60", f"{ROLLOUT}.agent.max_body_mb=64"],
+    ],
+)
+def test_limits_of_sessions_are_not_told_of_where_they_hold(overrides: list[str]) -> None:
+    assert check(config_of(*overrides)) == check(config_of())
 
 
 def test_parameters_of_an_environment_are_free() -> None:

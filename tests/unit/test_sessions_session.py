@@ -203,6 +203,54 @@ def test_a_turn_that_fails_leaves_no_trace(
     run(scenario)
 
 
+def test_a_fault_of_ours_is_known_until_a_turn_makes_up_for_it(tokenizer: ChatTokenizer) -> None:
+    """Whoever asked may swallow the error: what it makes of the conversation then is not for the model to answer for."""
+
+    async def scenario() -> None:
+        maker = ScriptedMaker(
+            [OSError("down"), [5, END], [5, NEVER], [5, NEVER], SessionOverError("its group was dropped")]
+        )
+        session = new_session(tokenizer, maker, max_turns=5)
+        with pytest.raises(OSError, match="down"):
+            await session.chat(ask("a"))
+        assert session.fault == "OSError: down"
+        with pytest.raises(RefusedRequestError):
+            await session.chat(ask())
+        assert session.fault == "OSError: down"  # a request that is refused makes up for nothing
+        await session.chat(ask("a"))
+        assert session.fault == ""
+        with pytest.raises(RefusedRequestError):
+            await session.chat(ask())
+        with pytest.raises(asyncio.CancelledError):
+            await cancel(session, maker)
+        assert session.fault == "" and session.failed_turns == 2  # refused, or given up by its client: not ours
+        with pytest.raises(TurnTimeoutError):
+            await wait(session, maker)
+        assert session.fault == "TurnTimeoutError: The turn did not end within 0.01 s."
+        with pytest.raises(SessionOverError):
+            await session.chat(ask("a"))
+        assert session.fault.startswith("TurnTimeoutError")
+
+    run(scenario)
+
+
+def test_a_turn_knows_how_many_were_kept_before_it(tokenizer: ChatTokenizer) -> None:
+    """One that a stop string ended was kept, though its maker was cancelled; one that failed was not."""
+
+    async def scenario() -> None:
+        stopped = [*tokenizer.encode("a STOP b"), END]
+        maker = ScriptedMaker([stopped, OSError("down"), [5, END], [6, END]], part=1)
+        session = new_session(tokenizer, maker)
+        await session.chat(ask("Hi", stop=("STOP",)))
+        with pytest.raises(OSError, match="down"):
+            await session.chat(ask("Hi"))
+        for _ in range(2):
+            await session.chat(ask("Hi"))
+        assert [request.num_before for request in maker.requests] == [0, 1, 1, 2]
+
+    run(scenario)
+
+
 def test_a_repeated_request_gets_the_same_answer_only_if_it_says_so(tokenizer: ChatTokenizer) -> None:
     async def scenario() -> None:
         maker = ScriptedMaker([[5, END], [6, END], OSError("down"), [7, END]])

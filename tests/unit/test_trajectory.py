@@ -9,10 +9,10 @@ import pytest
 
 from psrl.agents.base import Ending
 from psrl.protocol.control import Assignment
-from psrl.protocol.generation import SamplingParams, TokenChunk
+from psrl.protocol.generation import SampleRequest, SamplingParams, TokenChunk
 from psrl.protocol.samples import VersionSpan
 from psrl.rollout.session_group import Captured, NoCommonPromptError, SessionGroup
-from psrl.rollout.trajectory import TokenLimits, Trajectory, turn_seed
+from psrl.rollout.trajectory import TokenLimits, Trajectory, mixed_seed, turn_seed
 from psrl.sessions.turns import SessionOverError, TrainingArrays, TurnRequest, TurnTokens
 
 pytestmark = pytest.mark.unit
@@ -157,7 +157,7 @@ def test_what_is_left_of_a_cancelled_turn_does_not_reach_the_next_one() -> None:
         assert group.add(chunk(number, [5], "abort"), "i0") == (False, False)
         group.add(chunk(following.sample, [9], "stop"), "i0")
         assert (await second).token_ids == [9]
-        assert trajectory.num_turns == 1 and trajectory.token_ids == [9]
+        assert trajectory.token_ids == [9]
 
     played(test)
 
@@ -205,20 +205,55 @@ def test_room_is_the_response_budget_behind_the_first_prompt_within_the_context(
     played(test)
 
 
-def test_a_seed_that_was_asked_for_is_drawn_by_exactly() -> None:
+async def asked_of_engine(group: SessionGroup, sample: int, **options) -> SampleRequest:
+    """Of a turn that is begun and then given up."""
+    turn = await begin(group.trajectories[sample], (1, 2), **options)
+    [request] = group.requests("i0", [sample])
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    return request.samples[0]
+
+
+@pytest.mark.parametrize("seed", [42, 0, -(2**63)])
+def test_samples_that_train_differ_though_their_agents_ask_for_the_same_seed(seed: int) -> None:
+    async def test() -> None:
+        group, _ = make(n=8)
+        asked = [await asked_of_engine(group, i, seed=seed) for i in range(8)]
+        assert len({item.seed for item in asked}) == 8 and all(0 <= item.seed < 2**62 for item in asked)
+        assert all(item.exact for item in asked)  # who names a seed counts on its draws
+        assert not (await asked_of_engine(group, 0)).exact
+
+    played(test)
+
+
+def test_a_turn_that_is_made_again_draws_the_same_numbers_and_no_other_does() -> None:
+    async def test() -> None:
+        first, same = make()[0], make()[0]  # the same group in another process
+        once = await asked_of_engine(first, 1, seed=42)
+        assert (await asked_of_engine(first, 1, seed=42)).seed == once.seed
+        assert (await asked_of_engine(same, 1, seed=42)).seed == once.seed
+        others = [{"seed": 43}, {}, {"num_before": 1}, {"seed": 42, "num_before": 1}, {"seed": 42, "num_before": 2}]
+        seeds = [(await asked_of_engine(first, 1, **options)).seed for options in others]
+        assert len({once.seed, *seeds}) == 6
+
+    played(test)
+
+
+def test_what_does_not_train_is_drawn_by_exactly_the_seed_that_was_asked_for() -> None:
     async def test() -> None:
         group, _ = make()
-        asked, own = [await begin(group.trajectories[i], (1, 2), **more) for i, more in enumerate(({"seed": 5}, {}))]
-        samples = [sample for request in group.requests("i0", [0, 1]) for sample in request.samples]
-        assert [(sample.seed == 5, sample.exact) for sample in samples] == [(True, True), (False, False)]
-        for turn in (asked, own):
-            turn.cancel()
+        for trajectory in group.trajectories:
+            trajectory.trains = False
+        asked = [await asked_of_engine(group, i, seed=42, num_before=i) for i in range(2)]
+        assert [(item.seed, item.exact) for item in asked] == [(42, True)] * 2
 
     played(test)
 
 
 def test_no_two_turns_draw_the_same_numbers() -> None:
     seeds = [turn_seed(seed, turn) for seed in (0, 1, 2**62 - 1) for turn in range(50)]
+    seeds += [mixed_seed(seed, asked) for seed in seeds[:100] for asked in (1, 2, 42, 1234, 2**63 - 1)]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**62 for seed in seeds)
 
 
