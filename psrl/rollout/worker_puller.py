@@ -3,7 +3,7 @@
 The instance only says which version and hears of the end: a `WeightPuller` like any other, whose `StagedInWorkers` stand for what
 lies in the workers. The receiver in each worker is a class by name ("module:Class"), so that neither side knows the other:
 
-    Receiver(tensors, fused=, rank=, device=, **settings)   # tensors: see PsrlWorker.psrl_attach
+    Receiver(tensors, fused=, rank=, elsewhere=, device=, **settings)   # see PsrlWorker.psrl_attach
     .start(version, incarnation, timeout_s)                 # returns at once
     .poll()      # None, or a msgspec.Struct with `cause` and `retryable`, or one with `nbytes` and `transport`
     .switch()    # fused: new weights into the engine's tensors

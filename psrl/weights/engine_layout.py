@@ -7,7 +7,7 @@ Names stay Hugging Face's; a fused tensor takes the place of its parts: `...self
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from psrl.weights.plan import Part, Place, Shapes
 from psrl.weights.split import Split
@@ -25,7 +25,8 @@ FUSED = {
 def fused_place(split: Split, rank: int) -> Place:
     """The place of each published tensor in engine rank `rank` of `split.ways`.
 
-    With more ranks than key-value heads, several ranks hold the same head. ValueError if they cannot be dealt evenly.
+    With more ranks than key-value heads, several ranks hold the same head. ValueError if they cannot be dealt evenly, or if
+    a part of a fused tensor is published without one that lies before it there.
     """
 
     def wanted(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -38,7 +39,10 @@ def fused_place(split: Split, rank: int) -> Place:
         module = _module(name)
         if module in FUSED:
             fused, before = FUSED[module]
-            earlier = [wanted(other, shapes[other]) for other in (name.replace(module, one) for one in before)]
+            others = [name.replace(module, one) for one in before]
+            if absent := [other for other in others if other not in shapes]:
+                raise ValueError(f"{name} is published without {', '.join(absent)}: the engine has them in one {fused}")
+            earlier = [wanted(other, shapes[other]) for other in others]
             at = sum(stop - start for start, stop in earlier)
             return (Part(name.replace(module, fused), at, wanted(name, shapes[name])),)
         blocks = split.blocks(name, shapes[name])
@@ -48,6 +52,18 @@ def fused_place(split: Split, rank: int) -> Place:
         return (Part(name, 0, block.rows, block.columns, block.padding),)
 
     return place
+
+
+def stage_place(place: Place, elsewhere: Collection[str]) -> Place:
+    """`place` in one pipeline stage of an engine: published tensors named in `elsewhere` are other stages' and belong nowhere
+    here. Any other name goes on to `place`, so that one which no stage has stays an error.
+
+    >>> from psrl.weights.plan import same_place
+    >>> place = stage_place(same_place, {"model.layers.1.mlp.up_proj.weight"})
+    >>> [len(place(f"model.layers.{layer}.mlp.up_proj.weight", {})) for layer in (0, 1, 2)]
+    [1, 0, 1]
+    """
+    return lambda name, shapes: () if name in elsewhere else place(name, shapes)
 
 
 def _module(name: str) -> str:

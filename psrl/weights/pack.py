@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -19,24 +19,24 @@ from psrl.weights.split import Block, Split
 def lay_out(
     shards: Iterable[WeightShard], rank: int, num_ranks: int, dtype: torch.dtype | None, split: Split | None = None
 ) -> ShardLayout:
-    """Layout of these shards: a section for each engine rank of `split`, then one for what all need, the tensors of a
-    section back to back at aligned offsets. Floating-point tensors are published as `dtype` (None: as they are), others as
-    they are. ValueError if a name comes twice."""
+    """Layout of these shards: a section for each engine rank of `split`, then one for what all need, each of them one section
+    a layer if the engine has pipeline stages; the tensors of a section back to back at aligned offsets. Floating-point
+    tensors are published as `dtype` (None: as they are), others as they are. ValueError if a name comes twice."""
     given, split = list(shards), split or Split()
     twice = [name for name, times in Counter(shard.name for shard in given).items() if times > 1]
     if twice:
         raise ValueError(
             f"rank {rank} publishes {', '.join(twice[:5])} more than once; tied tensors are published once"
         )
-    parts: list[list[ShardEntry]] = [[] for _ in range(split.ways + (split.ways > 1))]
+    parts: dict[tuple[int, str], list[ShardEntry]] = defaultdict(list)
     for shard in given:
         target = dtype if dtype is not None and shard.local.dtype.is_floating_point else shard.local.dtype
         blocks = split.blocks(shard.name, shard.full_shape)
         for section, block in enumerate(blocks, start=0 if len(blocks) == split.ways else split.ways):
-            parts[section].append(_entry(shard, block, target))
+            parts[section, split.unit(shard.name)].append(_entry(shard, block, target))
     entries: list[ShardEntry] = []
     sections, end = [], 0
-    for part in parts:
+    for _, part in sorted(parts.items(), key=lambda item: item[0][0]):
         begun = end = aligned(end)
         for entry in part:
             entries.append(msgspec.structs.replace(entry, offset=aligned(end)))

@@ -7,6 +7,7 @@ They are carried out where the engine copies its new weights anyway.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,8 @@ class Part:
 Shapes = Mapping[str, tuple[int, ...]]
 """Full shape of each published tensor."""
 Place = Callable[[str, Shapes], Sequence[Part]]
-"""Where the published tensor of this name belongs; nowhere if other ranks of the engine have it."""
+"""Where the published tensor of this name belongs; nowhere (no parts) if other ranks of the engine have it. A name that it
+does not know comes back as it is, to be refused as unexpected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,17 +235,14 @@ def _meet(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 def _section(layout: ShardLayout, entry: ShardEntry) -> int:
-    """The last section that begins at or before the entry and is not empty there."""
-    inside = [
-        number
-        for number, (offset, nbytes) in enumerate(layout.sections)
-        if offset <= entry.offset and entry.offset + entry.nbytes <= offset + nbytes
-    ]
-    if not inside:
+    """The last section that begins at or before the entry; sections lie one after the other."""
+    number = bisect_right(layout.sections, entry.offset, key=lambda section: section[0]) - 1
+    start, nbytes = layout.sections[number] if number >= 0 else (0, -1)
+    if entry.offset + entry.nbytes > start + nbytes:
         raise ValueError(
             f"{entry.name} of rank {layout.rank} does not lie inside its payload of {layout.nbytes} bytes: {entry}"
         )
-    return inside[-1]
+    return number
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ It imports no engine. The version arrives beside the engine's tensors; the switc
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from psrl.weights.channel.background import BackgroundPull
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.nixl_puller import NixlPuller
 from psrl.weights.copies import Copies
-from psrl.weights.engine_layout import fused_place
+from psrl.weights.engine_layout import fused_place, stage_place
 from psrl.weights.plan import Specs, same_place
 from psrl.weights.split import Split
 
@@ -52,7 +52,8 @@ class WeightReceiver:
     `tensors`: the engine's own, by name. With `fused` they are those of an engine that fuses and cuts (`engine_layout`):
     `switch` writes into them. Without, they are whole tensors under Hugging Face's names and may also be given as specs
     (name -> shape, dtype): then `staged_tensors` yields them for the engine's own loader. `rank` of `ways` tensor-parallel
-    ranks; the rest as in `channel.select.receiver_settings`. Not thread-safe.
+    ranks; `elsewhere`: published tensors that other pipeline stages of the engine have and this one has not; the rest as in
+    `channel.select.receiver_settings`. Not thread-safe.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class WeightReceiver:
         ways: int = 1,
         num_kv_heads: int = 1,
         rank: int = 0,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self._tensors = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
         specs = {
@@ -76,7 +78,13 @@ class WeightReceiver:
         }
         place = fused_place(Split(ways, num_kv_heads), rank) if fused else same_place
         self._puller = NixlPuller(
-            RunDir(Path(run_dir)), specs, place, device=device, address=address, route=route, fanout=fanout
+            RunDir(Path(run_dir)),
+            specs,
+            stage_place(place, elsewhere),
+            device=device,
+            address=address,
+            route=route,
+            fanout=fanout,
         )
         self._pull: BackgroundPull | None = None
         self._staged: StagedWeights | None = None

@@ -1,7 +1,8 @@
 """Which part of a published tensor each tensor-parallel rank of an engine needs. Pure, and the only place that knows.
 
 The publisher lays its payload out by it, one contiguous section a rank and one for what all of them need: a reader then
-fetches two runs of bytes from each trainer rank, however many tensors there are, columns included, and none twice.
+fetches two runs of bytes from each trainer rank, however many tensors there are, columns included, and none twice. For an
+engine of several pipeline stages both kinds are cut further, at the layers.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Tensor parallelism over `ways` engine ranks; `num_kv_heads` of the model decides whether keys and values are cut."""
+    """Tensor parallelism over `ways` engine ranks; `num_kv_heads` of the model decides whether keys and values are cut. With
+    several pipeline `stages` each layer can be read alone."""
 
     ways: int = 1
     num_kv_heads: int = 1
+    stages: int = 1
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> tuple[Block, ...]:
         """One block for each engine rank in order, or a single one of the whole tensor that every rank needs.
@@ -52,6 +55,19 @@ class Split:
         if module in _ROWS or (module in _HEADS and self.num_kv_heads % self.ways == 0):
             return tuple(Block(part) for part in self._parts(name, shape[0]))
         return whole
+
+    def unit(self, name: str) -> str:
+        """What goes to a pipeline stage together: the layer of this tensor, or the tensor itself outside of layers; "" with
+        one stage. How the layers are dealt is the engine's choice, and the first and the last stage may both have a tensor.
+
+        >>> [Split(stages=2).unit(name) for name in ("model.layers.10.mlp.up_proj.weight", "lm_head.weight")]
+        ['model.layers.10', 'lm_head.weight']
+        """
+        if self.stages == 1:
+            return ""
+        path = name.split(".")
+        numbers = [place for place, step in enumerate(path) if step.isdecimal()]
+        return ".".join(path[: numbers[0] + 1]) if numbers else name
 
     def _parts(self, name: str, length: int) -> list[tuple[int, int]]:
         if length % self.ways:

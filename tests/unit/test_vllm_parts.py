@@ -145,9 +145,9 @@ def test_each_place_of_a_continuation_has_draws_of_its_own() -> None:
 # ---- its figures -------------------------------------------------------------------------------------------------
 
 
-def figures_after(*steps: tuple[str, str, int], in_turns: bool = False) -> EngineFigures:
+def figures_after(*steps: tuple[str, str, int], turns: int = 1) -> EngineFigures:
     """Each step: who got a token, who ended with it, how many wait."""
-    figures = EngineFigures(kv_capacity_tokens=100, in_turns=in_turns)
+    figures = EngineFigures(kv_capacity_tokens=100, turns=turns)
     figures.submitted(3)
     for made, ended, waiting in steps:
         figures.step(made=set(made), ended=set(ended), waiting=waiting, kv_usage=0.5)
@@ -155,18 +155,23 @@ def figures_after(*steps: tuple[str, str, int], in_turns: bool = False) -> Engin
 
 
 @pytest.mark.parametrize(
-    ("steps", "in_turns", "preemptions"),
+    ("steps", "turns", "preemptions"),
     [
-        ([("ab", "", 1), ("abc", "", 0)], False, 0),
-        ([("abc", "", 0), ("ab", "", 1), ("a", "", 2), ("abc", "", 0)], False, 2),
-        ([("abc", "c", 0), ("ab", "", 0)], False, 0),
-        ([("ab", "", 1), ("c", "", 0), ("ab", "", 0)], True, 0),
+        ([("ab", "", 1), ("abc", "", 0)], 1, 0),
+        ([("abc", "", 0), ("ab", "", 1), ("a", "", 2), ("abc", "", 0)], 1, 2),
+        ([("abc", "c", 0), ("ab", "", 0)], 1, 0),
+        ([("ab", "", 1), ("c", "", 0), ("ab", "", 0)], 2, 0),
+        ([("a", "", 0), ("b", "", 0), ("c", "", 0), ("a", "", 0), ("b", "", 0), ("c", "", 0)], 3, 0),
+        ([("ab", "", 0), ("c", "", 0), ("a", "", 1)], 2, 1),  # b's turn was with a
+        ([("ab", "", 0), ("c", "", 0), ("a", "", 1), ("c", "", 1), ("a", "", 1)], 2, 1),  # counted once
+        ([("ab", "", 0), ("c", "", 0), ("a", "", 1), ("cb", "", 0), ("a", "", 0), ("c", "", 1)], 2, 2),
+        ([("ab", "b", 0), ("c", "", 0), ("a", "", 1)], 2, 0),
     ],
 )
 def test_who_had_a_token_and_is_left_out_was_preempted(
-    steps: list[tuple[str, str, int]], in_turns: bool, preemptions: int
+    steps: list[tuple[str, str, int]], turns: int, preemptions: int
 ) -> None:
-    assert figures_after(*steps, in_turns=in_turns).stats(samples=3).preemptions == preemptions
+    assert figures_after(*steps, turns=turns).stats(samples=3).preemptions == preemptions
 
 
 def test_who_was_taken_away_or_starts_again_was_not_preempted() -> None:
@@ -188,7 +193,7 @@ def test_gauges_follow_what_is_known_between_two_reports() -> None:
 
 
 def test_busy_time_is_the_time_with_work() -> None:
-    figures = EngineFigures(kv_capacity_tokens=1, in_turns=False)
+    figures = EngineFigures(kv_capacity_tokens=1)
     for working, now_s in ((False, 0.0), (True, 10.0), (True, 11.0), (False, 13.0), (False, 20.0), (True, 30.0)):
         figures.busy(working, now_s)
     assert figures.stats(0).busy_s == 3.0
@@ -233,7 +238,9 @@ class PullFailed(msgspec.Struct):
 class Receiver:
     """Has its version at the second look; version 9 never comes."""
 
-    def __init__(self, *, tensors: dict, fused: bool, rank: int, device: torch.device, place: str) -> None:
+    def __init__(
+        self, *, tensors: dict, fused: bool, rank: int, elsewhere: frozenset[str], device: torch.device, place: str
+    ) -> None:
         self.specs, self.rank, self.place, self.looks = tensors, rank, place, 0
 
     def start(self, version: int, incarnation: int, timeout_s: float) -> None:
@@ -282,7 +289,7 @@ class TwoWorkers:
         for rank, worker in enumerate(self.workers):
             worker.model_runner, worker.device, worker.rank = Runner(), torch.device("cpu"), rank
             worker.model_config = SimpleNamespace(quantization=None)
-            worker.parallel_config = SimpleNamespace(tensor_parallel_size=2)
+            worker.parallel_config = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
         self.call_workers("psrl_prepare", self.shared.path, self.shared.layout, timeout_s=1)
 
     def call_workers(self, method: str, *args: Any, timeout_s: float) -> list[Any]:

@@ -129,7 +129,7 @@ class VllmEngine:
             self._cache = None
         self._figures = EngineFigures(
             kv_capacity_tokens=((cache.num_gpu_blocks or 1) - 1) * cache.block_size,  # vLLM keeps one block for itself
-            in_turns=config.parallel_config.pipeline_parallel_size > 1,
+            turns=config.parallel_config.pipeline_parallel_size,
         )
         self._samples: dict[str, _Sample] = {}
         self._ready: list[TokenChunk] = []

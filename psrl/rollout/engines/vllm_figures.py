@@ -10,19 +10,20 @@ from psrl.protocol.generation import EngineStats
 class EngineFigures:
     """Counts and gauges; ids are those of the samples at the engine.
 
-    >>> figures = EngineFigures(kv_capacity_tokens=64, in_turns=False)
+    >>> figures = EngineFigures(kv_capacity_tokens=64)
     >>> for made, waiting in (("ab", 0), ("a", 1), ("ab", 0)):
     ...     figures.step(made=set(made), ended=(), waiting=waiting, kv_usage=0.5)
     >>> figures.stats(samples=2).preemptions  # b made a token, then was left out
     1
     """
 
-    def __init__(self, kv_capacity_tokens: int, in_turns: bool) -> None:
-        """`in_turns`: the steps take samples in turns (a pipeline), so that one left out was not preempted for it."""
+    def __init__(self, kv_capacity_tokens: int, turns: int = 1) -> None:
+        """`turns`: the stages of a pipeline, which works at so many steps at a time. A sample is in one of them, so each that
+        decodes gets a token every `turns` steps at the latest."""
         self._capacity = kv_capacity_tokens
-        self._in_turns = in_turns
-        self._decoding: set[Hashable] = set()
-        """Those that the last step gave a token and that go on."""
+        self._turns = turns
+        self._left_out: dict[Hashable, int] = {}
+        """Those that decode: in how many steps since their last token they were left out."""
         self._total = EngineStats(kv_capacity_tokens=kv_capacity_tokens)
         self._since: float | None = None
 
@@ -40,21 +41,23 @@ class EngineFigures:
 
     def step(self, made: set[Hashable], ended: Collection[Hashable], waiting: int, kv_usage: float) -> None:
         """One step gave each of `made` a token, `ended` ended with it."""
-        if not self._in_turns:
-            self._total.preemptions += len(self._decoding - made)
-        self._decoding = made.difference(ended)
+        left_out = {each: steps + 1 for each, steps in self._left_out.items() if each not in made}
+        waiting_turn = {each: steps for each, steps in left_out.items() if steps < self._turns}
+        self._total.preemptions += len(left_out) - len(waiting_turn)
+        self._left_out = waiting_turn | dict.fromkeys(made.difference(ended), 0)
         self._total.waiting, self._total.kv_usage = waiting, kv_usage
         self._total.decode_steps += 1
         self._total.generated_tokens += len(made)
         self._total.decode_kv_tokens += round(kv_usage * self._capacity)
 
     def forget(self, ids: Collection[Hashable]) -> None:
-        """These were taken away: that they are missing in the next step says nothing."""
-        self._decoding.difference_update(ids)
+        """These were taken away: that they are missing from now on says nothing."""
+        for each in ids:
+            self._left_out.pop(each, None)
 
     def all_start_again(self) -> None:
-        """All keys and values became void: who is missing in the next step was not preempted."""
-        self._decoding.clear()
+        """All keys and values became void: who is missing from now on was not preempted."""
+        self._left_out.clear()
 
     def busy(self, working: bool, now_s: float) -> None:
         """Whether the engine has work from now on; time since the last call counts if it had."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +28,7 @@ class PsrlWorker:
         device: torch.device
         rank: int
         parallel_config: Any
+        execute_dummy_batch: Callable[[], None]
     psrl_memory: torch.Tensor
     psrl_tensors: dict[str, torch.Tensor]
     psrl_registered: bool = False
@@ -39,18 +40,27 @@ class PsrlWorker:
         """Map the memory through which whole weights arrive. Once."""
         self.psrl_memory, tensors = map_tensors(path, layout)
         self.psrl_tensors = dict(tensors)
+        if self.device.type == "cpu" and self.parallel_config.pipeline_parallel_size > 1:
+            self.execute_dummy_batch()  # vLLM makes what a stage receives into when it warms up, and leaves that out on a CPU
 
     def psrl_attach(self, receiver: str, settings: dict[str, Any]) -> None:
         """Make the receiver "module:Class" that pulls weights here (psrl.rollout.worker_puller). It gets the model's own
-        tensors to write into (`fused`) where that is all that loading is, else the shapes and dtypes of the whole ones."""
+        tensors to write into (`fused`) where that is all that loading is, else the shapes and dtypes of the whole ones; and
+        the names of those that other pipeline stages have (`elsewhere`)."""
         module, _, name = receiver.partition(":")
         model = self.model_runner.get_model()
         fused = loads_in_place(model, self.device, self.model_config.quantization)
-        specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.psrl_tensors.items()}
+        elsewhere = held_elsewhere(model, self.psrl_tensors)
+        specs = {
+            name: (tuple(tensor.shape), tensor.dtype)
+            for name, tensor in self.psrl_tensors.items()
+            if name not in elsewhere
+        }
         self.psrl_receiver = getattr(importlib.import_module(module), name)(
             tensors=dict(model.named_parameters()) if fused else specs,
             fused=fused,
             rank=self.rank % self.parallel_config.tensor_parallel_size,
+            elsewhere=elsewhere,
             device=self.device,
             **settings,
         )
@@ -111,6 +121,13 @@ class PsrlWorker:
         else:
             self.model_runner.reload_weights(weights_iterator=tensors)
             process_tied_layers(model)
+
+
+def held_elsewhere(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Those of the whole model's tensors (Hugging Face's `names`) that other pipeline stages have and this one has not: they lie in
+    modules that vLLM left empty here (PPMissingLayer) and filled in another stage, layers under their number in the whole model."""
+    empty = tuple(f"{name}." for name, module in model.named_modules() if type(module).__name__ == "PPMissingLayer")
+    return frozenset(name for name in names if name.startswith(empty))
 
 
 def loads_in_place(model: torch.nn.Module, device: torch.device, quantization: str | None) -> bool:

@@ -30,14 +30,14 @@ def _mode(role: Role) -> str:
 
 def make_publisher(role: Role, rank: int, num_ranks: int) -> WeightPublisher:
     """The publisher of trainer rank `rank`; weights are cast to the dtype that the engines generate with and laid out for
-    their tensor parallelism."""
+    their parallelism."""
     dtype = getattr(torch, role.config.gen_actor_rollout_ref.rollout.dtype or role.config.model.dtype)
     split = engine_split(role)
     if _mode(role) == "nixl":
         from psrl.weights.channel.nixl_publisher import NixlPublisher
 
         deployment = role.config.psrl.deployment
-        readers = (deployment.n_rollout_instances + deployment.n_validate_instances) * split.ways
+        readers = (deployment.n_rollout_instances + deployment.n_validate_instances) * split.ways * split.stages
         return NixlPublisher(
             role.run_dir,
             rank,
@@ -70,14 +70,16 @@ def make_puller(
 
 
 def engine_split(role: Role) -> Split:
-    """How the engines cut the weights: their tensor parallelism, and the heads that it can be cut at."""
-    ways = getattr(role.config.gen_actor_rollout_ref.rollout, "tensor_model_parallel_size", 1)
+    """How the engines cut the weights: their tensor and pipeline parallelism, and the heads that they can be cut at."""
+    rollout = role.config.gen_actor_rollout_ref.rollout
+    ways = getattr(rollout, "tensor_model_parallel_size", 1)
+    stages = getattr(rollout, "pipeline_model_parallel_size", 1)
     if ways == 1:
-        return Split()
+        return Split(stages=stages)
     from psrl.models.resolve import run_model
 
     config = json.loads((run_model(role.run_dir).path / "config.json").read_text())
-    return Split(ways, config.get("num_key_value_heads") or config["num_attention_heads"])
+    return Split(ways, config.get("num_key_value_heads") or config["num_attention_heads"], stages)
 
 
 def broadcast_fanout(role: Role) -> int:
