@@ -12,7 +12,8 @@ class TaskItem(msgspec.Struct, kw_only=True):
     """One prompt before tokenisation. `solution` is a text that deserves full reward, where one is known
     (the tiny model's warm start learns from it); `ground_truth` and `extra_info` go to the reward function.
     `dialogue`: for a task of several turns instead of `solution`, the messages that follow and deserve full reward, the
-    assistant's and its environment's, an assistant's last."""
+    assistant's and its environment's, an assistant's last. `agent_messages`: what an agent is given in place of `messages`, where
+    what it adds itself (the tools, which the chat template writes into the system message) stands in `messages` already."""
 
     messages: list[dict[str, Any]]
     data_source: str
@@ -20,11 +21,12 @@ class TaskItem(msgspec.Struct, kw_only=True):
     extra_info: dict[str, Any] = {}
     solution: str | None = None
     dialogue: list[dict[str, Any]] = []
+    agent_messages: list[dict[str, Any]] = []
 
 
 class PreparedPrompt(msgspec.Struct, array_like=True, kw_only=True):
-    """One tokenised prompt. `prompt_ids` is little-endian int32; everyone refers to a prompt by `index`. `messages` are what was
-    tokenised; only agents need them, so they are empty in a run without."""
+    """One tokenised prompt. `prompt_ids` is little-endian int32; everyone refers to a prompt by `index`. `messages` are what
+    agents begin with; they are empty in a run without."""
 
     index: int
     prompt_ids: bytes

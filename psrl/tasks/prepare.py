@@ -49,7 +49,7 @@ def prepare(config: Config, task: Task, tokenizer: ChatTokenizer, path: Path) ->
                 data_source=item.data_source,
                 ground_truth=item.ground_truth,
                 extra_info=item.extra_info,
-                messages=item.messages if with_messages else [],
+                messages=(item.agent_messages or item.messages) if with_messages else [],
             )
             try:
                 writer.add(prompt)

@@ -54,6 +54,27 @@ def test_the_black_box_example_runs_as_a_program_of_its_own(new_run: NewRun) -> 
     assert all(sample.metrics["asked"] >= 0 for sample in samples)
 
 
+def test_the_calculator_example_runs(new_run: NewRun, tmp_path: Path) -> None:
+    shutil.copy(EXAMPLES / "calculator" / "task.py", tmp_path)
+    run = new_run(
+        SHORT
+        | {
+            "data.task": "task:CalculatorTask",
+            "data.task_params.size": 16,
+            "data.task_params.min_digits": 3,
+            "data.max_prompt_length": 256,  # the model of the tests has no tokens for whole phrases
+            "data.max_response_length": 64,
+            f"{ROLLOUT}.agent.default_agent_loop": "tool_agent",
+            f"{ROLLOUT}.multi_turn.tools": "[calculator]",
+        }
+    )
+    assert run.launch() == 0, run.story()
+    run.audit()
+    samples = samples_of(run)
+    assert len(samples) >= 8 and {sample.reward for sample in samples} == {0.0}
+    assert all(sample.metrics["assistant_turns"] >= 1 for sample in samples)
+
+
 def test_the_swe_example_runs(new_run: NewRun, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "mini_swe" / "mini_swe", tmp_path / "mini_swe")
     run = new_run(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from coordinator_run import Run, done, restarted
 
 from psrl.coordinator.placing import PlacingSettings, PromptFacts
-from psrl.coordinator.sessions.session import Key
+from psrl.coordinator.sessions.session import AWAY, GENERATING, HUNG, Key
 from psrl.coordinator.sessions.settings import SessionSettings
 from psrl.protocol import control as c
-from psrl.protocol.generation import FINISH_ABORT, TURN, EngineStats
+from psrl.protocol.generation import FINISH_ABORT, FINISH_MIGRATED, FINISH_PREEMPTED, TURN, EngineStats
 
 AGENT = "agent-loop-0"
+UNBOUND = FINISH_MIGRATED, FINISH_PREEMPTED
 ENV, DONE = "environment", "done"
 PROMPT = 20
 
@@ -23,15 +25,32 @@ class Sample:
     """An instance, ENV, DONE, or "" while it looks for a place, for the reason `asked`."""
     tokens: int = PROMPT
     began: int = PROMPT
-    """Tokens when its turn began."""
+    """Tokens when its turn, or what is left of it, began."""
     turns: int = 0
     asked: str = ""
     came_from: str = ""
+    home: str = ""
+    """The instance where its KV is, or is to be; "": nowhere."""
+
+    @property
+    def between(self) -> bool:
+        """Between two turns."""
+        return self.where == ENV or (self.where == "" and self.asked == TURN)
 
 
 class Sessions:
-    """Every move tells the coordinator and hears what it says; `crowd` may be at an instance though they do not fit, since a
-    sample came in the middle of its turn or to an empty instance."""
+    """Every move tells the coordinator and hears what it says.
+
+    What an instance has promised is counted here anew, from the moves alone; only which of those between two turns keep their KV
+    is read off the gate's table, for nobody is told. It is the tokens of those in a turn as that turn began, those of the others
+    times a weight, a prompt once, and the buffer. After each move:
+
+    - who is let in between two turns, and a new group, fits with all that is promised there, or nobody else is there;
+    - where more is promised than there is room for, nobody keeps KV between two turns.
+
+    So sessions outgrow a cache by what their turns add while they run, until one ends, and by what comes in the middle of a turn,
+    which never waits for room. What is promised beyond the cache is promised to turns alone.
+    """
 
     def __init__(
         self,
@@ -41,9 +60,12 @@ class Sessions:
         sticky: bool = True,
         staleness: int = 3,
         max_concurrent: int = 64,
+        env_token_weight: float = 1.0,
+        buffer_per_session: int = 10,
         **settings,
     ) -> None:
         self.capacity = capacity
+        self.weight, self.buffer_each = env_token_weight, buffer_per_session
         self.names = [f"i{n}" for n in range(instances)]
         self.changes = {
             "buffer_entries": 2,
@@ -54,7 +76,9 @@ class Sessions:
             "max_concurrent": max_concurrent,
             "num_instances": instances,
             "placing": PlacingSettings(trajectory_sticky=sticky),
-            "sessions": SessionSettings(**{"buffer_per_session": 10, **settings}),
+            "sessions": SessionSettings(
+                env_token_weight=env_token_weight, buffer_per_session=buffer_per_session, **settings
+            ),
         }
         self.samples: dict[Key, Sample] = {}
         self.alive: dict[str, int] = {}
@@ -63,7 +87,13 @@ class Sessions:
         self.orders: dict[str, c.Pull] = {}
         self.buffer: c.Buffer | None = None
         self.version = 0
-        self.crowd: set[str] = set()
+        self.untold: set[Key] = set()
+        """Samples that the coordinator has not heard of since it, or the agent loop, began anew: they do not count yet."""
+        self.grown: dict[str, int] = {}
+        """Until the next move: what an instance has just reported beyond what was there when turns began."""
+        self.crowded: set[str] = set()
+        """Until the next move: instances where a sample has just come in the middle of its turn."""
+        self.ever_hung: set[Key] = set()
         self.run = Run(**self.changes)
         self._begin()
 
@@ -80,12 +110,14 @@ class Sessions:
         self.hear(self.run.tell(sender, *messages))
 
     def hear(self, said) -> None:
+        self.crowded.clear()
         for name, message in said:
             match message:
                 case c.Assign():
                     for a in message.groups:
-                        self._check_room(a.instance, a.group, PROMPT)
-                        self.samples |= {(a.group, i): Sample(a.instance) for i in range(a.n)}
+                        new = {(a.group, i): Sample(a.instance, home=a.instance) for i in range(a.n)}
+                        self.samples |= new
+                        self._check_let_in(a.instance, new.keys())
                 case c.Routed():
                     for group, sample, instance in message.samples:
                         self._routed((group, sample), instance)
@@ -98,27 +130,48 @@ class Sessions:
                 case c.HandBack() | c.GroupTruncate():
                     raise AssertionError(f"in flight, and told {message}")
         self.check()
+        self.grown.clear()
 
     def _routed(self, key: Key, instance: str) -> None:
         sample = self.samples[key]
         assert not sample.where, f"{key} is {sample.where} and was routed"
+        sample.where = sample.home = instance
         if sample.asked == TURN:
-            self._check_room(instance, key[0], sample.tokens)
+            self._check_let_in(instance, {key})
         else:
-            self.crowd.add(instance)
-        sample.where, sample.began = instance, sample.tokens
+            self.crowded.add(instance)
 
-    def _check_room(self, instance: str, group: int, tokens: int) -> None:
-        """What was there when turns began and what comes fit together, unless nobody is there."""
-        here = {k: s.began for k, s in self.samples.items() if s.where == instance}
-        groups = {k[0] for k in here}
-        used = sum(here.values()) - PROMPT * (
-            len(here) - len(groups) + (group in groups)
-        )  # a group's prompt counts once
-        if not here:
-            self.crowd.discard(instance)
-            self.crowd |= {instance} if tokens > self.capacity else set()
-        assert instance in self.crowd or used + tokens <= self.capacity, (instance, used, tokens)
+    # ---- what is promised --------------------------------------------------------------------------------------
+
+    def counted(self, instance: str) -> Iterator[tuple[Key, float, int]]:
+        """(key, weight, tokens) of all whose KV is kept or made there."""
+        for key, s in self.samples.items():
+            if s.home == instance and s.where != DONE and key not in self.untold:
+                if not s.between:
+                    yield key, 1.0, s.began
+                elif self.keeps(key):
+                    yield key, self.weight, s.tokens
+
+    def keeps(self, key: Key) -> bool:
+        """Whether a sample between two turns keeps its KV."""
+        session = self.run.core.gate.table.get(key)
+        return session is not None and session.state == AWAY
+
+    def promised(self, instance: str) -> float:
+        """Tokens. Samples of a group have their prompt in common, which counts as much as for the one that counts most."""
+        prompts: dict[int, float] = {}
+        total = self.grown.get(instance, 0.0)
+        for (group, _), weight, tokens in self.counted(instance):
+            total += weight * (tokens - PROMPT) + self.buffer_each
+            prompts[group] = max(prompts.get(group, 0.0), weight)
+        return total + PROMPT * sum(prompts.values())
+
+    def _check_let_in(self, instance: str, who: Iterable[Key]) -> None:
+        """Called for each that comes, in order. One that kept its KV here counts again only once it has come, so the last to come is
+        held against all."""
+        others = {key for key, *_ in self.counted(instance)} - set(who)
+        promised = self.promised(instance)
+        assert not others or promised <= self.capacity, f"{who} came to {others} at {instance}: {promised} tokens"
 
     # ---- moves -------------------------------------------------------------------------------------------------
 
@@ -130,7 +183,8 @@ class Sessions:
 
     def end_turn(self, key: Key, grown: int) -> None:
         s = self.samples[key]
-        s.tokens, s.turns, s.came_from, s.where = s.tokens + grown, s.turns + 1, s.where, ENV
+        s.tokens, s.turns, s.came_from, s.home, s.where = s.tokens + grown, s.turns + 1, s.where, s.where, ENV
+        self.untold.discard(key)
         left = c.SampleMoves(left=[(key[0], s.came_from, 1)])
         self.tell(AGENT, left, c.TurnsEnded(away=[(*key, s.came_from, s.tokens)]))
 
@@ -148,6 +202,13 @@ class Sessions:
             self.tell(AGENT, done(key[0]))
 
     def _ask(self, keys: list[Key], reason: str, instance: str) -> None:
+        """One that is interrupted goes on counting where it was, unless it has to leave."""
+        for key in keys:
+            s = self.samples[key]
+            s.began = s.tokens
+            if reason != TURN or key in self.untold:
+                s.home = instance if instance in self.alive and reason not in UNBOUND else ""
+            self.untold.discard(key)
         tokens = [self.samples[key].tokens - PROMPT for key in keys]
         self.tell(AGENT, c.RouteRequest(samples=keys, reason=reason, instance=instance, tokens=tokens))
 
@@ -155,15 +216,27 @@ class Sessions:
         """Everything in flight there comes back in the middle of its turn."""
         keys = self.at(instance)
         for key in keys:
-            self.samples[key].where, self.samples[key].asked = "", reason
+            s = self.samples[key]
+            s.where, s.asked, s.came_from = "", reason, instance
             self.tell(AGENT, c.SampleMoves(left=[(key[0], instance, 1)]))
         if keys:
             self._ask(keys, reason, instance if reason else "")
 
-    def report(self, instance: str) -> None:
-        here = [self.samples[key].began for key in self.at(instance)]
-        stats = EngineStats(running=len(here), kv_tokens=sum(here), kv_capacity_tokens=self.capacity)
+    def report(self, instance: str, grown: int = 0) -> None:
+        """Each turn there has made `grown` more tokens. A prompt is held once for all of its group."""
+        here = self.at(instance)
+        for key in here:
+            self.samples[key].tokens += grown
+        held = sum(self.samples[key].tokens for key in here) - self._shared(here)
+        turns = {key: tokens for key, _, tokens in self.counted(instance) if not self.samples[key].between}
+        if not self.untold.intersection(here):
+            self.grown[instance] = max(0, held - (sum(turns.values()) - self._shared(turns)))
+        stats = EngineStats(running=len(here), kv_tokens=held, kv_capacity_tokens=self.capacity)
         self.tell(instance, c.InstanceStatus(stats=stats))
+
+    def _shared(self, keys: Iterable[Key]) -> int:
+        keys = list(keys)
+        return PROMPT * (len(keys) - len({group for group, _ in keys}))
 
     def pull(self, instance: str) -> None:
         order = self.orders.pop(instance, None)
@@ -173,9 +246,14 @@ class Sessions:
             self.alive[instance] = order.version
             self.hear(self.run.pulled(instance, order.version))
 
+    def _gone(self, instance: str) -> None:
+        del self.alive[instance]
+        for s in self.samples.values():
+            s.home = "" if s.home == instance else s.home
+
     def kill(self, instance: str) -> None:
         lost = self.at(instance)
-        del self.alive[instance]
+        self._gone(instance)
         self.orders.pop(instance, None)
         for key in lost:
             self.samples[key].where, self.samples[key].asked = "", ""
@@ -196,7 +274,7 @@ class Sessions:
         self.tell("node", c.Leave(children=[instance], reason="preempted", grace_s=30.0))
         self.hand_back(instance, FINISH_ABORT)
         self.names.remove(instance)
-        del self.alive[instance]
+        self._gone(instance)
         self.run.core.lost(instance, "left", self.run.now)
         self.hear(self.run.settle())
 
@@ -206,7 +284,7 @@ class Sessions:
         for group in sorted({key[0] for key in self.samples}):
             where = [s.where for k, s in self.samples.items() if k[0] == group and s.where in self.alive]
             held.append(c.HeldGroup(group=group, on={name: where.count(name) for name in where}))
-        self.crowd |= self.alive.keys()  # who is where is not told
+        self.untold = set(self.samples)
         self.hear(self.run.hello("agent_loop", AGENT, c.AgentState(held=held)))
         for key in self.at(""):
             if key in self.samples and not self.samples[key].where:
@@ -220,7 +298,7 @@ class Sessions:
         self.hello()
 
     def restart_coordinator(self) -> None:
-        self.run = restarted(self.run, **self.changes)
+        self.run, self.untold = restarted(self.run, **self.changes), set(self.samples)
         self.buffer, self.orders = None, {}
         versions, self.alive = self.alive, dict.fromkeys(self.alive, -1)
         self.run.core.facts = lambda prompt: PromptFacts(PROMPT)
@@ -252,8 +330,15 @@ class Sessions:
         gate.table.check()
         for session in gate.table:
             sample = self.samples.get(session.key)
-            if sample is not None and session.waiting is not None:
-                assert sample.where == "", (session, sample)
+            if sample is not None:
+                assert sample.between == (session.state != GENERATING), (session, sample)
+                assert session.waiting is None or sample.where == "", (session, sample)
+                assert session.state != AWAY or session.instance == sample.home, (session, sample)
+        self.ever_hung |= {session.key for session in gate.table if session.state == HUNG}
+        for instance in self.alive.keys() - self.crowded:
+            if (promised := self.promised(instance)) > self.capacity:
+                kept = [key for key, *_ in self.counted(instance) if self.samples[key].between]
+                assert not kept, f"{instance} has promised {promised} tokens and keeps those of {kept}"
 
     def calm(self, rounds: int) -> None:
         """From now on everybody goes on. Raises AssertionError if somebody who is here now never ends."""

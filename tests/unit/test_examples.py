@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
+from agent_sessions import ScriptedSession
 from omegaconf import OmegaConf
 
 from psrl.agents.base import Endpoint
@@ -25,9 +28,13 @@ from psrl.config.help import documented_keys
 from psrl.config.schema import Config
 from psrl.deployment import shares_of
 from psrl.launch import register_launchers
+from psrl.models.tiny_tokenizer import make_tokenizer, save_tokenizer
+from psrl.models.tokenizer import load_tokenizer
+from psrl.sessions.tool_calls import split_tool_calls
 from psrl.slurm.job_text import END, READ_VERDICT
 from psrl.tasks.base import Answer
-from psrl.tasks.hidden_sum import HiddenSum
+from psrl.tasks.prepare import prepare as prepare_prompts
+from psrl.tasks.prepared import PreparedReader
 from psrl.tasks.registry import build_task, task_spec
 
 pytestmark = pytest.mark.unit
@@ -42,8 +49,8 @@ NODES = {
 }
 """Trainer and rollout nodes, of 8 GPUs each."""
 INSTANCES = {"grpo_gsm8k_qwen2.5_3b": 8, "dapo_qwen2.5_7b": 16, "megatron_qwen2.5_32b": 16, "mini_swe": 8}
-LAPTOP = ("multi_turn", "black_box")
-"""Those that run on two cores; `run.sh` starts them."""
+LAPTOP = {"multi_turn": "HiddenSum", "calculator": "CalculatorTask", "black_box": "HiddenSum"}
+"""Those that run on two cores, and their tasks; `run.sh` starts them."""
 DRY = "hydra.launcher.dry_run=true"
 
 every_example = pytest.mark.parametrize("name", NODES)
@@ -248,9 +255,60 @@ def test_a_laptop_example_is_accepted_and_its_agent_is_there(name: str, monkeypa
     config = config_of(name, on_slurm=False)
     assert check(config) == []
     assert make_agent(config, Endpoint("http://127.0.0.1:1", "key")) is not None
-    assert build_task(task_spec(config)) == HiddenSum(seed=config.data.seed)
+    assert type(build_task(task_spec(config))).__name__ == LAPTOP[name]
     script = EXAMPLES / name / "run.sh"
     assert os.access(script, os.X_OK) and subprocess.run(["bash", "-n", script]).returncode == 0
+
+
+def test_the_dialogues_of_the_calculator_are_what_a_run_shows_token_for_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "calculator")
+    config = config_of("calculator", on_slurm=False)
+    config.data.task_params |= {"size": 16}
+    config.data.max_prompt_length = 256  # of a tokenizer that has no phrases
+    task, agent = build_task(task_spec(config)), make_agent(config)
+    assert agent is not None
+    save_tokenizer(make_tokenizer([]), tmp_path, 512)
+    tokenizer = load_tokenizer(tmp_path)
+    prepare_prompts(config, task, tokenizer, tmp_path / "prompts.bin")
+    prompts = PreparedReader(tmp_path / "prompts.bin")
+    items = list(task.items())
+    assert {len(item.dialogue) for item in items} == {1, 3} and len(prompts) == len(items)
+    for number, item in enumerate(items):
+        said = [m["content"] for m in item.dialogue if m["role"] == "assistant"]
+        turns = [(text, split_tool_calls(text, "c")[1]) for text in said]
+        session = ScriptedSession([{"role": "assistant", "content": "", "tool_calls": c} if c else t for t, c in turns])
+        ending = asyncio.run(agent.run(session, prompts[number]))
+        assert not ending.failed and ending.metrics["tool_calls"] == len(said) - 1
+        first, last = session.asked[0], session.asked[-1]
+        for asked, shown in ((first, item.messages), (last, [*item.messages, *item.dialogue[:-1]])):
+            assert tokenizer.render_chat(asked.messages, asked.tools) == tokenizer.render_chat(shown)
+        assert np.frombuffer(prompts[number].prompt_ids, "<i4").tolist() == tokenizer.encode_chat(item.messages)
+        answer = Answer(solution_str=said[-1], data_source=item.data_source, extra_info=item.extra_info)
+        assert task.score(answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("written", "score"),
+    [
+        ("{}", 1.0),
+        (" {}.0\n", 1.0),
+        ("so <answer>{}</answer>", 1.0),
+        ("7{}", 0.0),
+        ("{}0", 0.0),
+        ("It is {}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_result_among_other_digits_scores_nothing(
+    written: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "calculator")
+    task = build_task(task_spec(config_of("calculator", on_slurm=False)))
+    item = next(iter(task.items()))
+    text = written.format(item.ground_truth)
+    assert task.score(Answer(solution_str=text, data_source=item.data_source, extra_info=item.extra_info)) == score
 
 
 # ---- GSM8K -------------------------------------------------------------------------------------------------------
