@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that can be tested without a GPU in one environment: installs into .venv, checks style and types, then runs the tests,
-# those marked slow left out (`-m "not gpu"` brings them back). Arguments go to pytest. A real vLLM: scripts/test_vllm.sh.
+# those marked slow left out (`-m "not gpu"` brings them back). Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,6 +11,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 
+echo "left out here, in environments of their own: a real vLLM (scripts/test_vllm.sh), LMCache (scripts/test_lmcache.sh)" >&2
 # Many tests wait for Slurm and for deadlines, so there is a worker more for every two cores. A worker takes whole files, so that
 # fixtures are shared, the longest first (tests/conftest.py).
 cores=$(nproc)

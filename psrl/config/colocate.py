@@ -10,7 +10,7 @@ RANGES = (None, "train", "all")
 @dataclass
 class TmsConfig:
     range: str | None = None
-    """Whose memory torch-memory-saver holds with psrl.colocate: null (the trainer's is copied to host memory and back; an engine sleeps by its own means) | train (the trainer's: addresses stay, so nothing is rebuilt) | all (both)."""
+    """How a trainer rank's GPU memory is released with psrl.colocate: null (its tensors are copied to pinned host memory and back) | train (torch-memory-saver pauses it: addresses stay) | all (the trainer as with train, and enable_cuda_graph is allowed). An engine's memory is always released by vLLM's own sleep mode, never by torch-memory-saver."""
     enable_nixl: bool = False
     """Buffers that weights travel in stay on the GPU over both turns, registered once: faster switches for the memory of the weights that they hold. False: they are in host memory. They are never in the saver's regions, which peers read slowly."""
     enable_cuda_graph: bool = False

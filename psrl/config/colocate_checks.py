@@ -64,8 +64,8 @@ def _check_saver(config: Config) -> None:
         )
     if tms.enable_cuda_graph and tms.range != "all":
         raise ConfigError(
-            f"{TMS}.enable_cuda_graph=True needs the engine's memory at fixed addresses, but {TMS}.range={tms.range or 'null'}: set range=all, "
-            "or enable_cuda_graph=False."
+            f"{TMS}.enable_cuda_graph=True leaves the engine's CUDA graphs on the GPU in the trainer's turn, which {TMS}.range="
+            f"{tms.range or 'null'} does not allow: set range=all, or enable_cuda_graph=False."
         )
     if tms.enable_nixl and tms.range is None:
         raise ConfigError(

@@ -42,7 +42,8 @@ class LMCacheConfig:
     """Instances with the same weights load prefixes from each other. They find each other through an LMCache controller,
     except with kv_transfer.transfer_mode sync and pin_sync."""
     p2p_transfer_channel: str = "nixl"
-    """How entries move between instances: nixl (RDMA, shared memory or TCP, as UCX finds) | tcp (NIXL over TCP and nothing else)."""
+    """How entries move between instances: nixl (RDMA, shared memory or TCP, as UCX finds) | tcp (NIXL over TCP and nothing
+    else; only where weights do not travel through UCX: psrl.ps_mode=filesystem, or psrl.weights.route=shm)."""
     controller_host: str | None = None
     """Host of the LMCache controller, where one is needed."""
     controller_pull_port: int = 8300

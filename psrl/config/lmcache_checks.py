@@ -58,6 +58,7 @@ def check_lmcache(config: Config, *, installed: bool) -> list[str]:
         )
     if settings.enable_p2p:
         _check_shared(settings)
+        _check_channel(config)
         if not fetches_first(config.psrl.rollout_coordination.routing_strategy.kv_transfer):
             _check_controller(settings)
     return _warnings(settings)
@@ -107,6 +108,18 @@ def _check_shared(settings: LMCacheConfig) -> None:
             f"{PREFIX}.enable_p2p=True needs multi_version_kv=True and clear_on_weight_update=False, not "
             f"{settings.multi_version_kv} and {settings.clear_on_weight_update}: a shared tier cannot be emptied for one "
             "instance, only version tags keep stale entries away."
+        )
+
+
+def _check_channel(config: Config) -> None:
+    """UCX_TLS=tcp holds for the whole process of an engine, and UCX does not reach GPU memory with it. (LMCache in a run needs GPUs.)"""
+    settings, p = config.psrl.lmcache, config.psrl
+    pulls_over_ucx = p.ps_mode != "filesystem" and p.weights.route != "shm"
+    if settings.p2p_transfer_channel == "tcp" and pulls_over_ucx:
+        raise ConfigError(
+            f"{PREFIX}.p2p_transfer_channel=tcp (UCX_TLS=tcp) is refused with psrl.ps_mode={p.ps_mode} and psrl.weights.route="
+            f"{p.weights.route}: the same processes pull weights into GPU memory through UCX, which needs more than TCP; use "
+            "p2p_transfer_channel=nixl, or psrl.ps_mode=filesystem, or psrl.weights.route=shm where all is on one host."
         )
 
 

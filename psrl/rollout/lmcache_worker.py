@@ -23,8 +23,16 @@ def attend_offload_tier() -> None:
 
 
 def empty_offload_tier() -> int:
-    """Drop every entry (`psrl.lmcache.clear_on_weight_update`); how many. RuntimeError without a tier."""
-    return _tier().clear()
+    """Drop every entry in host memory (`psrl.lmcache.clear_on_weight_update`); how many. RuntimeError without a tier.
+
+    LMCache's own `clear` passes over what is pinned, and a sample that was taken away between its lookup and its load leaves pins."""
+    manager = _tier().storage_manager
+    if manager is None:  # a model with latent attention: only the first rank has a tier
+        return 0
+    backend = manager.local_cpu_backend
+    with backend.cpu_lock:
+        entries = list(backend.hot_cache)
+    return int(backend.batched_remove(entries))
 
 
 def share_prefixes(settings: dict[str, Any]) -> PrefixExchange:

@@ -126,32 +126,6 @@ def test_old_spellings_are_accepted_with_one_notice() -> None:
     assert len(notices) == 1
 
 
-def test_shipped_defaults_are_the_documented_ones() -> None:
-    """The requirement's defaults, key by key."""
-    documented = {
-        "psrl.staleness": 0,
-        "psrl.staleness_buffer_entries": 512,
-        "psrl.rollout_n": 1,
-        "psrl.rollout_coordination.partial_rollout.enable": True,
-        "psrl.rollout_coordination.routing_strategy.method": "request_num_balance",
-        "psrl.rollout_coordination.routing_strategy.admission_reject_on_waiting": True,
-        "psrl.rollout_coordination.routing_strategy.max_concurrent_seqs_per_instance": 1024,
-        "psrl.rollout_coordination.sync_and_mig_strategy.method": "greedy",
-        "psrl.status_collection.enable": True,
-        "psrl.status_collection.engine_sync_interval_in_ms": 100,
-        "psrl.status_collection.coordinator_sync_interval_in_ms": 100,
-        "algorithm.adv_estimator": "grpo",
-        "algorithm.rollout_correction.rollout_is": None,
-        "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-        "algorithm.rollout_correction.bypass_mode": False,
-        "train_actor_rollout_ref.actor.ppo_epochs": 1,
-        "train_actor_rollout_ref.actor.loss_agg_mode": "token-mean",
-        "trainer.keep_last": 2,
-    }
-    shipped = flatten(OmegaConf.to_container(compose_config(["preset=cluster"])))
-    assert {key: shipped[key] for key in documented} == documented
-
-
 def test_presets_change_sizes_only_where_the_schema_has_a_key() -> None:
     known = documented_keys()
     for preset in (conf_dir() / "preset").glob("*.yaml"):

@@ -39,6 +39,46 @@ def config(engine: str = "vllm", transfer: dict | None = None, **lmcache) -> Con
     return made
 
 
+TCP = {"p2p_transfer_channel": "tcp"}
+
+
+@pytest.mark.parametrize(
+    ("lmcache", "ps_mode", "route", "accepted"),
+    [
+        (P2P | TCP, "auto", "auto", False),
+        (P2P | TCP, "nixl", "auto", False),
+        (P2P | TCP, "nixl", "vram", False),
+        (P2P | TCP, "auto", "nixl", False),
+        (P2P | TCP, "auto", "shm", True),
+        (P2P | TCP, "nixl", "shm", True),
+        (P2P | TCP, "filesystem", "auto", True),
+        (TCP, "auto", "auto", True),  # nothing moves: UCX_TLS is not set
+        (P2P, "auto", "auto", True),
+        (P2P, "nixl", "vram", True),
+    ],
+)
+@pytest.mark.parametrize("transfer", [{}, {"enable": True}, {"enable": True, "transfer_mode": "sync"}])
+def test_tcp_alone_is_refused_where_weights_travel_through_ucx(
+    lmcache: dict, ps_mode: str, route: str, accepted: bool, transfer: dict
+) -> None:
+    asked = config(transfer=transfer if "enable_p2p" in lmcache else {}, **lmcache)
+    asked.psrl.ps_mode, asked.psrl.weights.route = ps_mode, route
+    if accepted:
+        assert check_lmcache(asked, installed=True) == []
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_lmcache(asked, installed=True)
+    message = str(caught.value)
+    assert message.count(". ") == 0 and message.endswith(".")
+    for word in (
+        "psrl.lmcache.p2p_transfer_channel=tcp",
+        f"psrl.ps_mode={ps_mode}",
+        f"psrl.weights.route={route}",
+        "use p2p_transfer_channel=nixl, or psrl.ps_mode=filesystem, or psrl.weights.route=shm",
+    ):
+        assert word in message
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
