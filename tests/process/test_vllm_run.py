@@ -2,89 +2,87 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-from collections.abc import Collection
-from contextlib import suppress
+import json
+import math
+import shutil
+from pathlib import Path
 
-import msgspec
-import psutil
 import pytest
-from runs import ONE_INSTANCE, NewRun, Run, of
+from runs import DEADLINE_S, NewRun, Run
+from vllm_runs import (
+    EVERY_VERSION,
+    REAL_VLLM,
+    VLLM,
+    all_gone,
+    each_version_made_its_tokens,
+    engine_of,
+    every_step_learns,
+    hold_samples_until_a_version_is_there,
+    made,
+)
 
-from psrl.coordinator.records import Occupy
-from psrl.protocol.samples import Group
-from psrl.rundir.segments import read_sample
 from psrl.telemetry.metrics import read_metrics
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
-]
+pytestmark = REAL_VLLM
 
-VLLM: dict[str, object] = {
-    **ONE_INSTANCE,
-    "model": "tiny",  # with heads that vLLM's CPU kernels can work with
-    "model.tiny.hidden_size": 64,
-    "model.tiny.num_heads": 2,
-    "model.tiny.num_layers": 2,
-    "model.tiny.warm_start_steps": 0,
-    "gen_actor_rollout_ref.rollout.name": "vllm",
-    "gen_actor_rollout_ref.rollout.enforce_eager": "True",
-    "gen_actor_rollout_ref.rollout.ignore_eos": "True",
-    "data.max_response_length": 96,
-    "gen_actor_rollout_ref.rollout.max_num_seqs": 2,  # decoding takes longer than training: pulls meet samples in the making
-    "psrl.staleness": 1,
-    "trainer.keep_samples": "True",
+NIXL = {"psrl.weights.route": "nixl"}
+"""As between hosts, though trainer and instance are on one."""
+SMOLLM2: dict[str, object] = {
+    **NIXL,
+    "model": "smollm2_135m",
+    "data.max_prompt_length": 128,
+    "data.max_response_length": 64,
+    "train_actor_rollout_ref.actor.optim.lr": 1e-5,
+    "gen_actor_rollout_ref.rollout.kv_cache_tokens": 1024,
+    "psrl.staleness_buffer_entries": 2,
+    "trainer.total_training_steps": 2,
 }
+TWO_WORKERS: dict[str, object] = {
+    "gen_actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+    "psrl.deployment.rollout_ngpus_per_node_per_instance": 2,
+    "data.max_response_length": 160,
+}
+"""Each holds its slice of every layer."""
 
 
-def sealed(run: Run) -> list[Group]:
-    refs = [record.ref for record in of(run.records(), Occupy)]
-    return [
-        msgspec.msgpack.decode(read_sample(run.dir.samples, r.segment, r.offset, r.length, r.crc), type=Group)
-        for r in refs
-    ]
+def widest_gap_of_the_trainer(run: Run, step: int = 1) -> float:
+    """Largest |log p_train - log p_rollout| of a token, by the log-probs that the trainer computed for the step: importance weights are
+    ratios of single tokens here, and cut off at 2."""
+    row = list(read_metrics(run.dir.metrics))[step - 1]
+    assert row["staleness/max"] == 0, "it trained on what older weights had made"
+    low, high = row["rollout_corr/rollout_is_min"], row["rollout_corr/rollout_is_max"]
+    assert 0 < low <= high
+    return max(-math.log(low), math.log(high))
 
 
-def engine_of(run: Run, besides: Collection[psutil.Process] = ()) -> tuple[psutil.Process, psutil.Process]:
-    """The engine core of instance-0, another one than those that are gone, and its worker; samples are being made."""
-
-    def named(parent: psutil.Process, word: str) -> list[psutil.Process]:
-        return [child for child in parent.children() if word in " ".join(child.cmdline()) and child not in besides]
-
-    def found() -> tuple[psutil.Process, psutil.Process] | None:
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            instance = run.find("instance-0")
-            for core in named(instance, "EngineCore") if instance else []:
-                for worker in named(core, "Worker"):
-                    return core, worker
-        return None
-
-    engine = run.until(found, "the engine core and its worker were there")
-    run.until(lambda: run.open_groups(), "groups were in the making")
-    return engine
-
-
-def all_gone(processes: Collection[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
-
-def test_weights_are_switched_in_mid_generation_and_log_probs_agree(new_run: NewRun) -> None:
-    run = new_run(VLLM)
-    assert run.launch() == 0, run.story()
+@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.parametrize(
+    ("settings", "transport", "held"),
+    [
+        pytest.param(NIXL, "nixl", False, id="tiny"),
+        pytest.param(SMOLLM2, "nixl", True, id="smollm2"),  # it trains longer than it decodes
+        pytest.param(TWO_WORKERS, "shm", False, id="two-workers"),
+    ],
+)
+def test_weights_are_switched_in_mid_generation_and_log_probs_agree(
+    new_run: NewRun, tmp_path: Path, settings: dict[str, object], transport: str, held: bool
+) -> None:
+    run = new_run({**VLLM, **EVERY_VERSION, **every_step_learns(tmp_path), **settings})
+    run.start()
+    if held:
+        hold_samples_until_a_version_is_there(run)
+    assert run.wait(2 * DEADLINE_S) == 0, run.story()
     report = run.audit()
-    assert report.status == "completed" and report.fates["trained"] == 6 * 4
-    rows = list(read_metrics(run.dir.metrics))
-    assert abs(rows[0]["rollout_corr/kl"]) < 1e-4
-    samples = [sample for group in sealed(run) for sample in group.samples]
-    spans = [[span.version for span in sample.spans] for sample in samples]
-    assert all(a < b for versions in spans for a, b in itertools.pairwise(versions))
-    assert any(len(versions) > 1 for versions in spans), "no pull met a sample in the making"
-    assert all(sample.spans[-1].end * 4 == len(sample.response_ids) for sample in samples)
+    steps, groups = (
+        int(str(run.overrides[f])) for f in ("trainer.total_training_steps", "psrl.staleness_buffer_entries")
+    )
+    assert report.status == "completed" and report.fates["trained"] == steps * groups
+    assert json.loads(run.dir.summary.read_text())["transport"].split()[0] == transport
+    assert any(len(sample.versions.unique()) > 1 for sample in made(run)), "no pull met a sample in the making"
+    assert widest_gap_of_the_trainer(run) < 1e-4
+    assert each_version_made_its_tokens(run)[0] == 0
     run.nothing_left()
+    shutil.rmtree(run.dir.path)  # with SmolLM2 it holds gigabytes
 
 
 def test_killed_workers_and_cores_end_their_instance_and_a_killed_instance_ends_them(new_run: NewRun) -> None:

@@ -28,9 +28,14 @@ class TransferError(Exception):
     """NIXL refused or lost something; the text is its own."""
 
 
-def prepare_environment(address: str | None) -> str:
+def prepare_environment(address: str | None, *, serves: bool = False) -> str:
     """Choose how bytes travel, before the library is loaded: on a host without a GPU by shared memory, cross-memory
-    attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log."""
+    attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log.
+
+    `serves`: a trainer's process, which must outlive its readers. UCX looks after silent peers by itself, and aborts the process
+    ("Endpoint timeout") over an answer that it still owes to one which died while this process stood still."""
+    if serves:
+        os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", "inf")
     if torch.cuda.is_available():
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # else reads of device memory run at 0.5 GB/s
     elif "UCX_TLS" not in os.environ:

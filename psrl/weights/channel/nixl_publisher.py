@@ -58,7 +58,7 @@ class NixlPublisher:
         split: Split | None = None,
         on_host: bool = False,
     ) -> None:
-        self.transport = prepare_environment(address)
+        self.transport = prepare_environment(address, serves=True)
         self._split, self._on_host = split or Split(), on_host
         self._run_dir, self._rank, self._num_ranks, self._dtype = run_dir, rank, num_ranks, dtype
         self._address, self._reader_grace_s, self._peers = address, reader_grace_s, peers
