@@ -5,8 +5,8 @@
 #   two GPUs      tests headline
 #
 # Each part's output is shown and kept in OUT/PART.txt, its other results beside it. One that fails or takes too long does not keep the
-# next ones from running, and the last line says which did. SIZE (0.6b) is the model of rollout, pulls and headline; shared and headline
-# go on where an earlier call with the same OUT ended, shared with AT_ONCE (1) settings side by side, on a GPU each.
+# next ones from running, and the last line says which did. SIZE (0.6b) is the model of rollout, pulls and headline; agentic, shared and
+# headline go on where an earlier call with the same OUT ended, shared with AT_ONCE (1) settings side by side, on a GPU each.
 # Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests, shared and turns torch-memory-saver.
 set -uo pipefail
 if [ $# -lt 2 ]; then

@@ -191,9 +191,9 @@ class Dispatch(Membership):
 
     def _look_at_shares(self, now_s: float) -> None:
         """Keep a part of what may begin now for those that are about to have new weights."""
-        placement, new = self.placement, self.staleness.room() * self.settings.samples_per_group
+        placement, each = self.placement, self.settings.samples_per_group
         self.shares.look(
-            samples=placement.in_flight + new,
+            samples=lambda: placement.in_flight + each * self.staleness.room(),
             staying=len(placement.instances) - len(self.retiring & placement.instances.keys()),
             pulling=self.lagging.num_pulling,
             absent=max(0, self.settings.num_instances - self.most_instances),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from psrl.coordinator.views import InstanceView
 
@@ -35,10 +35,18 @@ class Shares:
         return self._kept_since_s + self.patience_s if self._sated else math.inf
 
     def look(
-        self, *, samples: int, staying: int, pulling: int, absent: int, changed: Iterable[str], now_s: float
+        self,
+        *,
+        samples: Callable[[], int],
+        staying: int,
+        pulling: int,
+        absent: int,
+        changed: Iterable[str],
+        now_s: float,
     ) -> None:
-        """`samples` in flight or about to begin are for `staying` instances, `pulling` of which take new weights, and for those
-        that are `absent`: they have not come since the start. `changed`: instances whose load did."""
+        """What is in flight or may begin, `samples` (asked for only while somebody is awaited), is for `staying` instances, `pulling`
+        of which take new weights, and for those that are `absent`: they have not come since the start. `changed`: instances whose
+        load did."""
         absent *= self._absent_are_awaited
         if not pulling + absent:
             self._kept_since_s = math.inf
@@ -50,7 +58,7 @@ class Shares:
             self._absent_are_awaited = False
         before, self._share = self._share, math.inf
         if pulling + absent and patient:
-            self._share = even_share(samples, staying + absent)
+            self._share = even_share(samples(), staying + absent)
         looked_at = list(self._sated) if self._share > before else [name for name in changed if name in self._sated]
         for name in looked_at:
             if self._sated[name].in_flight < self._share:

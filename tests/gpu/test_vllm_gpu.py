@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from runs import ONE_INSTANCE, Run, sealed
+from runs import ONE_INSTANCE, Run, sealed_groups
 
 from psrl.telemetry.metrics import read_metrics
 from psrl.telemetry.timeline import PULL
@@ -71,7 +71,7 @@ def test_a_run_on_one_gpu_trains_what_its_own_weights_made(changes, tmp_path):
         if changes is TURNS:
             assert run.log("trainer-0").count("GiB of GPU memory are released") == STEPS
             return
-        spans = [[s.version for s in sample.spans] for group in sealed(run) for sample in group.samples]
+        spans = [[s.version for s in sample.spans] for group in sealed_groups(run).values() for sample in group.samples]
         assert all(a < b for versions in spans for a, b in itertools.pairwise(versions))
         assert any(len(versions) > 1 for versions in spans), "no pull met a sample in the making"
     finally:

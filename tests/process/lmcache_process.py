@@ -11,10 +11,11 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from lmcache.v1.cache_engine import LMCacheEngineBuilder
+from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.gpu_connector.mock_gpu_connector import MockGPUConnector
@@ -39,11 +40,13 @@ class Recorder(MockGPUConnector):
         self.loaded = [float(memory.tensor.float().mean()) for memory in memory_objs]
 
 
-def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # LMCache logs to stdout
+def make_cache(
+    settings: Mapping[str, object], name: str = ""
+) -> tuple[LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata]:
+    """An engine's LMCache with these settings in this process, filed under `name` ("": its instance's), not yet started."""
     config = LMCacheEngineConfig.from_defaults()
-    for name, value in json.loads(sys.argv[1]).items():
-        assert validate_and_set_config_value(config, name, value), name
+    for key, value in settings.items():
+        assert validate_and_set_config_value(config, key, value), key
     config.validate()
     shape = (LAYERS, 2, config.chunk_size, HEADS, HEAD_SIZE)
     metadata = LMCacheMetadata(
@@ -58,10 +61,21 @@ def main() -> None:
         chunk_size=config.chunk_size,
         engine_id=config.lmcache_instance_id,
     )
-    connector = Recorder(shape)
     engine = LMCacheEngineBuilder.get_or_create(
-        config.lmcache_instance_id, config, metadata, connector, lambda tensor, rank: None, lambda thing, rank: thing
+        name or config.lmcache_instance_id,
+        config,
+        metadata,
+        Recorder(shape),
+        lambda tensor, rank: None,
+        lambda thing, rank: thing,
     )
+    return engine, config, metadata
+
+
+def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # LMCache logs to stdout
+    engine, config, metadata = make_cache(json.loads(sys.argv[1]))
+    connector = engine.gpu_connector
     server = client = None
     if config.enable_async_loading:
         server = LMCacheAsyncLookupServer(engine, metadata)

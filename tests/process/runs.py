@@ -371,13 +371,13 @@ NewRun = Callable[..., Run]
 """The fixture `new_run`: (overrides, name) to a run that is not started yet."""
 
 
-def sealed(run: Run) -> list[Group]:
-    """All groups that were sealed for training, as they lie in the run directory."""
-    refs = [record.ref for record in of(run.records(), Occupy)]
-    return [
-        msgspec.msgpack.decode(read_sample(run.dir.samples, r.segment, r.offset, r.length, r.crc), type=Group)
-        for r in refs
-    ]
+def sealed_groups(run: Run) -> dict[int, Group]:
+    """Every group that was sealed for training, by number, read as a trainer reads it."""
+    refs = {record.group: record.ref for record in of(run.records(), Occupy)}
+    return {
+        group: msgspec.msgpack.decode(read_sample(run.dir.samples, r.segment, r.offset, r.length, r.crc), type=Group)
+        for group, r in refs.items()
+    }
 
 
 def of(records: list[AnyRecord], kind: type[T]) -> list[T]:

@@ -9,15 +9,24 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import pytest
-from runs import DEADLINE_S, LONG, ONE_INSTANCE, NewRun, Run, gated, lives, of, stopped_at_work, trained
+from runs import (
+    DEADLINE_S,
+    LONG,
+    ONE_INSTANCE,
+    NewRun,
+    Run,
+    gated,
+    lives,
+    of,
+    sealed_groups,
+    stopped_at_work,
+    trained,
+)
 
-from psrl.coordinator.records import DROPPED, REQUEUED, Occupy, Release, Reserve, Start
+from psrl.coordinator.records import DROPPED, REQUEUED, Release, Reserve, Start
 from psrl.models.tokenizer import load_tokenizer
-from psrl.protocol.samples import Group
 from psrl.rundir.endpoints import latest_endpoint
-from psrl.rundir.segments import read_sample
 from psrl.tasks.base import user_message
 from psrl.telemetry.metrics import read_metrics
 from psrl.trainer.checkpoints import newest_complete
@@ -26,17 +35,6 @@ pytestmark = pytest.mark.process
 
 END_S = 60.0
 """A run that cannot go on ends within this."""
-
-
-def sealed_groups(run: Run) -> dict[int, Group]:
-    """Every sealed group by number, read as a trainer reads it."""
-    groups: dict[int, Group] = {}
-    for record in of(run.records(), Occupy):
-        ref = record.ref
-        groups[record.group] = msgspec.msgpack.decode(
-            read_sample(run.dir.samples, ref.segment, ref.offset, ref.length, ref.crc), type=Group
-        )
-    return groups
 
 
 # ---- rollout instances ---------------------------------------------------------------------------------------

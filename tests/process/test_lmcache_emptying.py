@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from lmcache_workers import CHUNK, SMALL, tokens
 
 from psrl.config.coordination import KVTransferConfig
@@ -29,33 +28,11 @@ class Worker:
     def __init__(self) -> None:
         from lmcache.integration.vllm.utils import ENGINE_NAME
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
-        from lmcache.v1.config import LMCacheEngineConfig
-        from lmcache.v1.config_base import validate_and_set_config_value
-        from lmcache.v1.metadata import LMCacheMetadata
-        from lmcache_process import HEAD_SIZE, HEADS, LAYERS, Recorder
+        from lmcache_process import make_cache
 
         settings = lmcache_settings(UNTAGGED, KVTransferConfig(), instance="i", ranks=1)
-        config = LMCacheEngineConfig.from_defaults()
-        for name, value in settings.engine_config.items():
-            assert validate_and_set_config_value(config, name, value), name
-        shape = (LAYERS, 2, CHUNK, HEADS, HEAD_SIZE)
-        metadata = LMCacheMetadata(
-            model_name="tiny",
-            world_size=1,
-            local_world_size=1,
-            worker_id=0,
-            local_worker_id=0,
-            kv_dtype=torch.float32,
-            kv_shape=shape,
-            role="worker",
-            chunk_size=CHUNK,
-            engine_id="i",
-        )
-        self.connector = Recorder(shape)
         self.name, self.builder = ENGINE_NAME, LMCacheEngineBuilder
-        self.engine: Any = self.builder.get_or_create(
-            ENGINE_NAME, config, metadata, self.connector, lambda tensor, rank: None, lambda thing, rank: thing
-        )
+        self.engine: Any = make_cache(settings.engine_config, ENGINE_NAME)[0]
         self.engine.post_init()
 
     def store(self, ids: list[int], mark: float) -> None:
@@ -65,9 +42,9 @@ class Worker:
         return self.engine.lookup(ids, lookup_id=pinned_by or "look", pin=pinned_by is not None)
 
     def load(self, ids: list[int]) -> list[float]:
-        self.connector.loaded = []
+        self.engine.gpu_connector.loaded = []
         self.engine.retrieve(ids, req_id="load")
-        return self.connector.loaded
+        return self.engine.gpu_connector.loaded
 
     def close(self) -> None:
         self.builder.destroy(self.name)

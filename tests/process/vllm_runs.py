@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from runs import ONE_INSTANCE, Run, of, sealed
+from runs import ONE_INSTANCE, Run, of, sealed_groups
 
 from psrl.coordinator.records import Take
 from psrl.export import export
@@ -114,7 +114,7 @@ class Made:
 
 
 def made(run: Run) -> list[Made]:
-    return [_made(group, sample) for group in sealed(run) for sample in group.samples]
+    return [_made(group, sample) for group in sealed_groups(run).values() for sample in group.samples]
 
 
 def _made(group: Group, sample: Sample) -> Made:

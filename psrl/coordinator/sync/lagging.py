@@ -9,7 +9,7 @@ from psrl.coordinator.views import InstanceView
 
 
 class Lagging:
-    """Instances to decide about: behind, and not told to pull yet. Tell it of every change of a version or a pull."""
+    """Instances to decide about: behind, and not told to pull yet; and how many pull. Tell it of every change of a version or a pull."""
 
     def __init__(self) -> None:
         self.version = self.incarnation = -1
