@@ -40,11 +40,13 @@ class ShardLayout(msgspec.Struct, frozen=True, array_like=True):
 
 class Location(msgspec.Struct, frozen=True, array_like=True):
     """Where a process keeps weights. `host` names the running system, not the container; `gpu` is the uuid of its GPU, ""
-    for host memory; `peers`: uuids of the other GPUs whose memory this GPU reads directly."""
+    for host memory; `peers`: uuids of the other GPUs whose memory this GPU reads directly. `rdma`: there is network hardware that
+    reads memory of other hosts by itself."""
 
     host: str
     gpu: str = ""
     peers: tuple[str, ...] = ()
+    rdma: bool = False
 
 
 class SharedSlot(msgspec.Struct, frozen=True, array_like=True):

@@ -20,15 +20,20 @@ log = logging.getLogger(__name__)
 
 def locate(device: torch.device) -> Location:
     """This host and, for a CUDA device, its GPU. Containers on one host have the same: they share its kernel."""
-    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host, rdma = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), _has_rdma()
     if device.type != "cuda":
-        return Location(host)
+        return Location(host, rdma=rdma)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     try:
-        return Location(host, gpu, _peers(gpu))
+        return Location(host, gpu, _peers(gpu), rdma)
     except (OSError, AttributeError, RuntimeError) as error:
         log.warning("the peers of GPU %s are unknown, only its own memory is read directly: %s", gpu, error)
-        return Location(host, gpu)
+        return Location(host, gpu, rdma=rdma)
+
+
+def _has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
+    """InfiniBand, RoCE and EFA are all listed there."""
+    return devices.is_dir() and any(devices.iterdir())
 
 
 def _peers(gpu: str) -> tuple[str, ...]:

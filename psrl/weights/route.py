@@ -2,7 +2,7 @@
 
 vram   device memory to device memory by NIXL, on one GPU or between peers (NVLink)
 shm    a segment of host memory that both map, on one host; registered with CUDA where there is a GPU
-nixl   NIXL over the network: out of device memory where both ends have it, else out of host memory
+nixl   NIXL over the network: out of device memory where both ends have it and hardware that reads it, else out of host memory
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def choose_route(publisher: Location, reader: Location, wanted: str = "auto") ->
         return Route("shm", HOST, near if wanted == "auto" else "asked for")
     if wanted not in ("auto", "nixl"):
         raise RouteError(f"psrl.weights.route={wanted} is unknown: use one of {', '.join(ROUTES)}.")
-    return Route("nixl", VRAM if devices and (direct or not same_host) else HOST, "asked for" if same_host else "apart")
+    if same_host:
+        return Route("nixl", VRAM if direct else HOST, "asked for")
+    return Route("nixl", VRAM if devices and publisher.rdma and reader.rdma else HOST, "apart")
 
 
 def _not_direct(publisher: Location, reader: Location) -> str:

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 import torch
-from weight_role import differing, make_publisher, make_puller, shards, specs, stop_for_good, whole
+from weight_role import differing, kill_for_good, make_publisher, make_puller, shards, specs, stop_for_good, whole
 from weight_world import DEADLINE_S, Process, World, publish, soon
 
 from psrl.config.schema import Config
@@ -183,7 +183,13 @@ def test_a_killed_publisher_fails_the_pull_and_its_successor_is_found(world: Wor
     puller = make_puller("nixl", world.run_dir, specs(8))
     earlier = puller.pull(0, 0, soon())
     publish(publishers, 1)
-    puller.on_progress = lambda _arrived: publishers[1].kill()
+    server = publishers[1].server_pid()
+
+    def kill_both(_arrived: int) -> None:
+        publishers[1].kill()
+        kill_for_good(server)
+
+    puller.on_progress = kill_both
     with pytest.raises(PullError) as caught:
         puller.pull(1, 0, soon())
     assert "deadline" not in caught.value.cause and caught.value.retryable
@@ -227,17 +233,18 @@ def test_a_stopped_publisher_fails_the_pull_by_its_deadline(world: World) -> Non
     puller.close()
 
 
-def test_a_publisher_stopped_in_mid_transfer_keeps_only_the_abandoned_buffer(world: World) -> None:
-    # Over TCP the publisher's own progress is needed, so the read hangs; its bytes arrive later, after it was given up.
+def test_a_read_that_stops_in_mid_transfer_keeps_only_the_abandoned_buffer(world: World) -> None:
+    # Over TCP the progress of who offers the memory is needed, so the read hangs; its bytes arrive later, after it was given up.
     tcp = {"UCX_TLS": "tcp"}
     publishers = world.publishers("nixl", 1, mib=16, **tcp)
     publish(publishers, 0)
     reader = world.reader("nixl", 16, **tcp)
     assert reader.ask(pull=[0, 0, DEADLINE_S])["differing"] == []  # the two have met
     publish(publishers, 1)
-    failed = reader.ask(pull=[1, 0, 5.0], stop=publishers[0].pid)
+    server = publishers[0].server_pid()
+    failed = reader.ask(pull=[1, 0, 5.0], stop=server)
     assert "deadline" in failed["error"] and failed["hanging"] == 1
-    os.kill(publishers[0].pid, signal.SIGCONT)
+    os.kill(server, signal.SIGCONT)
     for version in (2, 3, 4):
         publish(publishers, version)
         again = reader.ask(pull=[version, 0, DEADLINE_S])

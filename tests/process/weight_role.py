@@ -23,13 +23,14 @@ from psrl.protocol.weights import ShardLayout
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights import broadcast
-from psrl.weights.channel import nixl_publisher
+from psrl.weights.channel import host_server, nixl_publisher
 from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.channel.filesystem import FilesystemPublisher, FilesystemPuller
 from psrl.weights.channel.nixl_publisher import NixlPublisher
 from psrl.weights.channel.nixl_puller import NixlPuller
 
 STATUS_DEADLINE_S = 30.0
+WORKING_SERVER = host_server.MODULE
 Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -134,6 +135,11 @@ def publisher_main(channel: str, run_dir: str, rank: str, num_ranks: str, mib: s
                 answer({"cpu": (time.process_time() - cpu) / (time.monotonic() - wall)})
             case {"readers": _}:
                 answer({"peak": publisher.peak_readers, "now": publisher._table.num_readers()})
+            case {"server": _}:
+                answer({"pid": publisher.server_pid})
+            case {"break_server": broken}:
+                host_server.MODULE = "psrl.weights.nowhere" if broken else WORKING_SERVER
+                answer({})
             case {"scribble": slot}:
                 publisher._home.payload(slot)[4096] += 1
                 answer({})

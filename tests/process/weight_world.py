@@ -59,6 +59,10 @@ class Process:
         self.say(**command)
         return self.hear()
 
+    def server_pid(self) -> int:
+        """Of the process that offers a publisher's host memory by NIXL; somebody must have read by that way."""
+        return self.ask(server=True)["pid"]
+
     def kill(self) -> None:
         self.child.kill()
         self.child.wait(10)

@@ -331,7 +331,7 @@ def test_checksum_depends_on_content_order_and_length_but_not_on_place() -> None
 
 HERE, THERE = Location("one"), Location("two")
 A, B, C = Location("one", "a", ("b",)), Location("one", "b", ("a",)), Location("one", "c")
-FAR = Location("two", "d")
+FAR, LINKED, FAR_LINKED = Location("two", "d"), Location("one", "a", rdma=True), Location("two", "d", rdma=True)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,9 @@ FAR = Location("two", "d")
     [
         (A, A, "auto", ("vram", "vram")), (A, B, "auto", ("vram", "vram")), (A, C, "auto", ("shm", "host")),
         (A, HERE, "auto", ("shm", "host")), (HERE, A, "auto", ("shm", "host")), (HERE, HERE, "auto", ("shm", "host")),
-        (A, FAR, "auto", ("nixl", "vram")), (A, THERE, "auto", ("nixl", "host")), (HERE, FAR, "auto", ("nixl", "host")),
+        (A, FAR, "auto", ("nixl", "host")), (LINKED, FAR, "auto", ("nixl", "host")), (A, FAR_LINKED, "auto", ("nixl", "host")),
+        (LINKED, FAR_LINKED, "auto", ("nixl", "vram")), (LINKED, Location("two", rdma=True), "auto", ("nixl", "host")),
+        (A, THERE, "auto", ("nixl", "host")), (HERE, FAR, "auto", ("nixl", "host")),
         (A, B, "vram", ("vram", "vram")), (A, A, "shm", ("shm", "host")), (HERE, HERE, "nixl", ("nixl", "host")),
         (A, B, "nixl", ("nixl", "vram")), (A, C, "nixl", ("nixl", "host")),
     ],

@@ -32,8 +32,8 @@ def prepare_environment(address: str | None, *, serves: bool = False) -> str:
     """Choose how bytes travel, before the library is loaded: on a host without a GPU by shared memory, cross-memory
     attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log.
 
-    `serves`: a trainer's process, which must outlive its readers. UCX looks after silent peers by itself, and aborts the process
-    ("Endpoint timeout") over an answer that it still owes to one which died while this process stood still."""
+    `serves`: a trainer's process and those that it starts. UCX's own watch over silent peers is off there: readers have leases, and
+    what UCX does about one that died can end the process."""
     if serves:
         os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", "inf")
     if torch.cuda.is_available():

@@ -1,7 +1,8 @@
 """A trainer rank's side of the memory channel: two slots where its weights are, read by any number of instances at once.
 
-Training goes on while instances read: a thread of its own answers them, chooses their way and makes progress for them.
-Without readers it sleeps. It never touches the slots' payload; `publish` alone does, on the trainer's thread.
+Training goes on while instances read: a thread of its own answers them and chooses their way. Device memory is offered by
+this process, host memory is mapped, or offered by a process of its own (`host_server`). Without readers the thread sleeps. It
+never touches the slots' payload; `publish` alone does, on the trainer's thread.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from psrl.rundir.keys import load_keys
 from psrl.rundir.layout import RunDir
 from psrl.trainer.backends.base import WeightShard
 from psrl.weights.channel.base import Publication
+from psrl.weights.channel.host_server import HostServer, Offer
 from psrl.weights.channel.nixl_agent import TransferAgent, TransferError, device_index, prepare_environment
 from psrl.weights.channel.serving import Serving, lease_end_s
 from psrl.weights.channel.slots import Mirror, Slots
 from psrl.weights.location import locate
 from psrl.weights.pack import lay_out, pack
-from psrl.weights.route import VRAM, RouteError, choose_route
+from psrl.weights.route import HOST, RouteError, choose_route
 from psrl.weights.split import Split
 from psrl.weights.store import Slot, SlotState, SlotTable, VersionNotHeldError
 
 CLOSE_GRACE_S = 2.0
+_MAPPED = Offer("", b"", 0)
+"""What is mapped needs no agent."""
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +74,9 @@ class NixlPublisher:
         self._location: Location | None = None
         self._layout: ShardLayout | None = None
         self._advertised = -1
-        self._agents: dict[str, tuple[TransferAgent, bytes]] = {}
+        self._device_agent: tuple[TransferAgent, bytes] | None = None
+        self._host_server: HostServer | None = None
+        self._waiting: dict[str, OpenRead] = {}
         self._serving: Serving | None = None
         self.peak_readers = 0
         """Most instances that read at the same moment so far."""
@@ -115,10 +121,11 @@ class NixlPublisher:
             self._serving.stop()
             self._serving = None
         homes = [slots for slots in (self._home, self._mirror.slots if self._mirror else None) if slots is not None]
-        if self._table.num_readers():
-            for agent, _ in self._agents.values():
-                agent.outlive_process(slots.whole for slots in homes)
-        self._agents.clear()
+        if self._host_server is not None:
+            self._host_server.close()
+        if self._device_agent is not None and self._table.num_readers():
+            self._device_agent[0].outlive_process(slots.whole for slots in homes)
+        self._device_agent = None
         for slots in homes:
             slots.close()
 
@@ -153,14 +160,22 @@ class NixlPublisher:
     def num_readers(self) -> int:
         return self._table.num_readers()
 
-    def progress(self) -> None:
-        for agent, _ in self._agents.values():
-            agent.progress()
+    def progress(self) -> bool:
+        if self._device_agent is not None:
+            self._device_agent[0].progress()
+        return self._device_agent is not None
+
+    @property
+    def server_pid(self) -> int | None:
+        """The process that offers host memory to other hosts; None if nobody has asked for that yet."""
+        return None if self._host_server is None else self._host_server.pid
 
     def late(self) -> Iterable[tuple[str, ReadGranted | ReadRefused]]:
-        return ()
+        waiting, self._waiting = self._waiting, {}
+        answers = [(reader, self.open(reader, request)) for reader, request in waiting.items()]
+        return [(reader, answer) for reader, answer in answers if answer is not None]
 
-    def open(self, reader: str, request: OpenRead) -> ReadGranted | ReadRefused:
+    def open(self, reader: str, request: OpenRead) -> ReadGranted | ReadRefused | None:
         with self._changed:
             try:
                 slot = self._table.open(request.version, request.incarnation, reader, lease_end_s(request))
@@ -172,10 +187,14 @@ class NixlPublisher:
         try:
             route = choose_route(self._location, request.location, request.route)
             slots = self._held_in(route.memory, slot, sequence)
-            agent, metadata = self._agent_of(slots) if route.name != "shm" else ("", b"")
+            offer = _MAPPED if route.name == "shm" else self._offer(slots)
         except (RouteError, VersionNotHeldError, TransferError, OSError) as error:
             self.leave(reader)
             return ReadRefused(read=request.read, cause=str(error), final=isinstance(error, RouteError))
+        if offer is None:
+            self.leave(reader)
+            self._waiting[reader] = request
+            return None
         memory = slots.slot(slot.index)
         return ReadGranted(
             read=request.read,
@@ -183,13 +202,13 @@ class NixlPublisher:
             route=route.name,
             memory=route.memory,
             why=route.why,
-            address=memory.data_ptr(),
+            address=offer.address + memory.data_ptr() - slots.whole.data_ptr(),
             nbytes=memory.nbytes,
             device=device_index(memory),
             sequence=sequence,
             checksums=checksums,
-            agent=agent,
-            metadata=b"" if request.known_agent == agent else metadata,
+            agent=offer.agent,
+            metadata=b"" if request.known_agent == offer.agent else offer.metadata,
             layout=None if request.known_layout == self._name else self._layout,
             shared=slots.shared(slot.index) if route.name == "shm" else None,
         )
@@ -210,21 +229,38 @@ class NixlPublisher:
                 self._mirror.settle(slot)
         return self._mirror.slots
 
-    def _agent_of(self, slots: Slots) -> tuple[str, bytes]:
-        """Name and metadata of the agent that makes this memory readable; made when it is first asked for."""
-        if slots.memory not in self._agents:
-            if slots.memory == VRAM:
-                torch.cuda.set_device(slots.device)
+    def _offer(self, slots: Slots) -> Offer | None:
+        """How readers reach this memory; None if they can soon, then `late` is asked again."""
+        if slots.memory == HOST:
+            return self._offer_of_host(slots)
+        if self._device_agent is None:
+            torch.cuda.set_device(slots.device)
             agent = TransferAgent(f"{self._name}-{slots.memory}")
             agent.register(slots.whole)
-            self._agents[slots.memory] = agent, agent.metadata()
-        agent, metadata = self._agents[slots.memory]
-        return agent.name, metadata
+            self._device_agent = agent, agent.metadata()
+        agent, metadata = self._device_agent
+        return Offer(agent.name, metadata, slots.whole.data_ptr())
+
+    def _offer_of_host(self, slots: Slots) -> Offer | None:
+        assert self._serving is not None
+        if self._host_server is None:
+            segment = slots.shared(0)
+            assert segment is not None
+            self._host_server = HostServer(f"{self._name}-{HOST}", segment, self._serving.wake)
+        offer = self._host_server.offer()
+        self._host_server.serve(reading=offer is not None)
+        return offer
 
     def leave(self, reader: str) -> None:
+        self._waiting.pop(reader, None)
         with self._changed:
             self._table.close(reader)
             self._changed.notify_all()
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._host_server is not None and self._table.num_readers() == 0:
+            self._host_server.serve(reading=False)
 
     def expire(self) -> None:
         with self._changed:
@@ -233,3 +269,5 @@ class NixlPublisher:
                 self._changed.notify_all()
         for reader in gone:
             log.warning("reader %s did not finish within its lease", bytes.fromhex(reader).decode(errors="replace"))
+        if gone:
+            self._rest()

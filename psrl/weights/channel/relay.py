@@ -71,9 +71,10 @@ class Relay:
     def num_readers(self) -> int:
         return len(self._lease_ends_s)
 
-    def progress(self) -> None:
+    def progress(self) -> bool:
         if self._agent is not None:
             self._agent.progress()
+        return self._agent is not None
 
     def open(self, reader: str, request: OpenRead) -> ReadGranted | ReadRefused | None:
         if self._refusal is not None:

@@ -17,7 +17,9 @@ from psrl.rundir.endpoints import Endpoint
 from psrl.rundir.keys import RunKeys
 
 PROGRESS_S = 0.0003
-"""Pause between two rounds of progress while somebody reads; a socket transport stalls if it is much longer."""
+"""Pause between two rounds of progress where a read needs them; a socket transport stalls if it is much longer."""
+EXPIRY_S = 1.0
+"""Pause between two looks for lost readers where none does."""
 LONGEST_LEASE_S = 600.0
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,8 @@ class Holder(Protocol):
         """Those that may be reading now."""
         ...
 
-    def progress(self) -> None:
-        """Let their reads go on."""
+    def progress(self) -> bool:
+        """Let their reads go on; False if none of them needs this process for that."""
         ...
 
     def open(self, reader: str, request: OpenRead) -> ReadGranted | ReadRefused | None:
@@ -65,7 +67,8 @@ class Serving:
         self._holder = holder
         self._server = Server(keys, address, ToPublisher, name=name, peers=peers)
         self._wakeup = Wakeup()
-        self._stopping = False
+        self._stopping = self._closed = False
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
@@ -80,8 +83,10 @@ class Serving:
         return Endpoint(address=self._server.endpoint, node=socket.gethostname(), pid=os.getpid())
 
     def wake(self) -> None:
-        """From any thread: there are late answers."""
-        self._wakeup.set()
+        """From any thread, at any time: there are late answers."""
+        with self._closing:
+            if not self._closed:
+                self._wakeup.set()
 
     def stop(self) -> None:
         """End the thread and close the socket."""
@@ -89,7 +94,9 @@ class Serving:
         self._wakeup.set()
         self._thread.join()
         self._server.close(0.0)
-        self._wakeup.close()
+        with self._closing:
+            self._closed = True
+            self._wakeup.close()
 
     def _run(self) -> None:
         try:
@@ -101,11 +108,10 @@ class Serving:
 
     def _round(self) -> None:
         reading = self._holder.num_readers() > 0
-        if reading:
-            self._holder.progress()
+        if reading and self._holder.progress():
             time.sleep(PROGRESS_S)
         else:
-            wait([self._server, self._wakeup], 60.0)
+            wait([self._server, self._wakeup], EXPIRY_S if reading else 60.0)
         for peer, message in self._server.poll(0.0):
             if isinstance(message, OpenRead):
                 self._answer(peer, self._holder.open(peer.hex(), message))

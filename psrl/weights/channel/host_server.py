@@ -1,0 +1,215 @@
+"""A segment of host memory that others read by NIXL is offered by a process of its own.
+
+Where no hardware reads memory by itself (TCP), UCX answers reads out of the process that offers it, and aborts that process when it
+meets a question of a reader that has died meanwhile. So that must not be the trainer. It makes progress, too, while the
+trainer's interpreter is busy. One that has ended is begun anew for the next reader.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+
+from psrl.protocol.weights import SharedSlot
+from psrl.supervisor.process import describe_exit
+from psrl.weights.channel.nixl_agent import TransferAgent, TransferError
+from psrl.weights.memory import map_shared
+
+MODULE = "psrl.weights.channel.host_server"
+START_S = 60.0
+"""One that has not begun to offer the segment by then is given up."""
+END_S = 5.0
+PROGRESS_S = 0.0003
+"""Pause between two rounds of progress while somebody reads; a socket transport stalls if it is much longer."""
+_READING, _IDLE = b"+", b"-"
+_UNTOUCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals to a whole job step; this process ends with its owner and not before."""
+
+log = logging.getLogger(__name__)
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """Owner -> server, first and once: offer this segment, from the slot on, under this agent's name."""
+
+    agent: str
+    segment: SharedSlot
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Server -> owner, once: how a reader reaches the segment. `address` is where it begins in the memory of that process."""
+
+    agent: str
+    metadata: bytes
+    address: int
+
+
+class _Failure(msgspec.Struct, frozen=True, tag=True):
+    """Server -> owner, in place of the offer."""
+
+    cause: str
+
+
+class HostServer:
+    """Owned by the thread that answers readers. `changed` is called on another one when the segment has begun to be offered, or
+    failed to. `name` is that of the agents, with a number behind it."""
+
+    def __init__(self, name: str, segment: SharedSlot, changed: Callable[[], None]) -> None:
+        self._name, self._segment, self._changed = name, segment, changed
+        self._started = 0
+        self._process: _Process | None = None
+
+    def offer(self) -> Offer | None:
+        """None while a process starts; ask again after `changed`. TransferError if it could not: the next call tries again."""
+        process = self._process
+        if process is not None and process.failure is not None:
+            self._process = None
+            raise TransferError(f"host memory cannot be offered to other hosts: {process.failure}")
+        if process is None or process.ended:
+            self._started += 1
+            order = _Order(f"{self._name}-{self._started}", self._segment)
+            try:
+                process = self._process = _Process(order, self._changed)
+            except OSError as error:
+                raise TransferError(f"no process can be started that offers host memory: {error}") from error
+        return process.offer
+
+    @property
+    def pid(self) -> int | None:
+        """Of the latest process; None before anybody asked."""
+        return None if self._process is None else self._process.pid
+
+    def serve(self, reading: bool) -> None:
+        """Whether somebody may be reading; harmless if it is said again."""
+        if self._process is not None:
+            self._process.serve(reading)
+
+    def close(self) -> None:
+        """Reads that are under way fail."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+class _Process:
+    """One life of it. Ends when its owner closes the channel, or dies."""
+
+    def __init__(self, order: _Order, changed: Callable[[], None]) -> None:
+        self.offer: Offer | None = None
+        self.failure: str | None = None
+        self.ended = False
+        self._changed, self._closing, self._reading = changed, False, False
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "psrl.start", MODULE, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # it shall take nothing of the trainer's GPU
+                )
+            except OSError:
+                self._channel.close()
+                raise
+        self.pid = self._process.pid
+        self._channel.sendall(msgspec.json.encode(order) + b"\n")
+        self._thread = threading.Thread(target=self._follow, name=order.agent, daemon=True)
+        self._thread.start()
+
+    def serve(self, reading: bool) -> None:
+        if reading != self._reading and self.offer is not None and not self.ended:
+            self._reading = reading
+            try:
+                self._channel.sendall(_READING if reading else _IDLE)
+            except OSError:
+                pass  # it has just ended: the reader notices, and asks for the next
+
+    def close(self) -> None:
+        self._closing = True
+        self._channel.shutdown(socket.SHUT_RDWR)
+        self._thread.join(END_S)
+        if self._thread.is_alive():
+            self._process.kill()
+            self._thread.join()
+        self._channel.close()
+
+    def _follow(self) -> None:
+        try:
+            self.offer = self._first_words()
+        except (OSError, msgspec.MsgspecError, TransferError) as error:
+            self._process.kill()
+            self.failure = str(error)
+        self._changed()
+        how = describe_exit(self._process.wait())
+        self.ended = True
+        if not self._closing and self.failure is None:
+            log.warning(
+                "the process that offers weights to other hosts has ended (%s); the next reader starts another", how
+            )
+
+    def _first_words(self) -> Offer:
+        self._channel.settimeout(START_S)
+        try:
+            said = msgspec.json.decode(_line(self._channel), type=Offer | _Failure)
+        except TimeoutError as error:
+            raise TransferError(f"it has not started within {START_S:g} s") from error
+        except ConnectionError as error:
+            raise TransferError(f"it has ended at once ({self._how_it_ended()})") from error
+        if isinstance(said, _Failure):
+            raise TransferError(said.cause)
+        return said
+
+    def _how_it_ended(self) -> str:
+        try:
+            return describe_exit(self._process.wait(END_S))
+        except subprocess.TimeoutExpired:
+            return "but for its process"
+
+
+def _line(channel: socket.socket) -> bytes:
+    """ConnectionError if the other end closes first."""
+    data = b""
+    while not data.endswith(b"\n"):
+        part = channel.recv(65536)
+        if not part:
+            raise ConnectionResetError("closed by the other end")
+        data += part
+    return data
+
+
+def main(channel_fd: int) -> NoReturn:
+    for number in _UNTOUCHED:
+        signal.signal(number, signal.SIG_IGN)
+    channel = socket.socket(fileno=channel_fd)
+    order = msgspec.json.decode(_line(channel), type=_Order)
+    try:
+        offered = map_shared(order.segment)[order.segment.offset :]
+        agent = TransferAgent(order.agent)
+        agent.register(offered)
+    except (TransferError, OSError, ImportError) as error:
+        channel.sendall(msgspec.json.encode(_Failure(str(error))) + b"\n")
+        sys.exit(1)
+    offer = Offer(order.agent, agent.metadata(), offered.data_ptr())
+    channel.sendall(msgspec.json.encode(offer) + b"\n")
+    reading = False
+    while True:
+        if select.select([channel], [], [], PROGRESS_S if reading else None)[0]:
+            said = channel.recv(4096)
+            if not said:
+                os._exit(0)  # an agent that is destroyed while it is read from may abort, and that only looks bad
+            reading = said.endswith(_READING)
+        if reading:
+            agent.progress()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
