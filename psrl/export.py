@@ -1,7 +1,7 @@
 """A checkpoint of a run as a Hugging Face directory: `python -m psrl.export RUN_DIR [--step N] [--out DIR] [--dtype NAME]`.
 
 transformers, vLLM and psrl itself (`model=DIR`) load the result. Whatever backend and number of ranks wrote the checkpoint,
-its tensors have Hugging Face names; they are read and written a file's worth at a time.
+its tensors have Hugging Face names; they are read and written a file's worth at a time, experts one by one as is usual in files.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from psrl.config.errors import ConfigError
-from psrl.models.load import DTYPES
+from psrl.models.load import DTYPES, architecture
 from psrl.models.resolve import run_model
+from psrl.rollout.engines.weight_set import as_in_files
 from psrl.rundir.layout import RunDir
 from psrl.rundir.publish import sync_directory
 from psrl.trainer.checkpoints import why_incomplete
@@ -93,11 +94,13 @@ def write_weights(checkpoint: Path, out: Path, dtype: torch.dtype | None) -> Non
     """The checkpoint's weights as safetensors, with an index where it takes several files; config.json gets their dtype."""
     weights = stored_weights(checkpoint)
     files = list(_files(weights))
+    model = architecture(out, "float32")
     where: dict[str, str] = {}
     total = 0
     for number, names in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
-        tensors = {n: t if dtype is None else t.to(dtype) for n, t in _read(checkpoint, weights, names).items()}
+        read = _read(checkpoint, weights, names)
+        tensors = dict(as_in_files(model, ((n, t if dtype is None else t.to(dtype)) for n, t in read.items())))
         save_file(tensors, out / name, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -145,7 +145,9 @@ class TinyModelConfig:
     num_kv_heads: int = 2
     """Key-value heads; divides num_heads."""
     intermediate_size: int = 384
-    """Width of the feed-forward layers."""
+    """Width of the feed-forward layers, or of each expert."""
+    num_experts: int = 0
+    """Experts in each feed-forward layer, two of which see a token (a Qwen3-MoE-shaped model); 0 for a dense model."""
     max_position_embeddings: int = 1024
     """Least context of the model; more if prompt and response need it."""
     warm_start_steps: int = 600

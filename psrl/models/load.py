@@ -38,13 +38,18 @@ def checkpoint_specs(path: Path | str, dtype: str) -> dict[str, tuple[tuple[int,
 
     Raises ConfigError as `load_causal_lm` does.
     """
+    model = architecture(path, dtype)
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weight_tensors(model).items()}
+
+
+def architecture(path: Path | str, dtype: str) -> PreTrainedModel:
+    """The model of `path` in `dtype` without its weights, on the meta device. Raises ConfigError as `load_causal_lm` does."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype} is refused: allowed are {' and '.join(DTYPES)}.")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(path, local_files_only=True), dtype=DTYPES[dtype]
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"The model in {path} cannot be built: {' '.join(str(error).split())[:300]}.") from error
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weight_tensors(model).items()}

@@ -1,4 +1,4 @@
-"""A Qwen3-shaped model small enough to train on a laptop, saved as an ordinary Hugging Face directory."""
+"""A Qwen3- or Qwen3-MoE-shaped model small enough to train on a laptop, saved as an ordinary Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import logging
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from psrl.config.errors import ConfigError
 from psrl.config.schema import TinyModelConfig
@@ -22,6 +30,7 @@ log = logging.getLogger(__name__)
 VOCAB_TEXTS = 512
 """Items whose texts decide the tokenizer's merges."""
 WARM_START_ITEMS = 2048
+EXPERTS_PER_TOKEN = 2
 
 
 def build_tiny(
@@ -62,6 +71,10 @@ def _check_shape(config: TinyModelConfig) -> None:
             f"model.tiny.num_heads={config.num_heads} must be a multiple of "
             f"model.tiny.num_kv_heads={config.num_kv_heads}."
         )
+    if config.num_experts != 0 and config.num_experts < EXPERTS_PER_TOKEN:
+        raise ConfigError(
+            f"model.tiny.num_experts={config.num_experts} must be 0, for a dense model, or at least {EXPERTS_PER_TOKEN}."
+        )
 
 
 def _texts(items: Iterable[TaskItem]) -> Iterable[str]:
@@ -94,25 +107,34 @@ def solved_example(item: TaskItem, tokenizer: ChatTokenizer) -> Example | None:
     return Example(prompt, ids[len(prompt) :], written)
 
 
-def random_tiny(config: TinyModelConfig, vocab_size: int, context: int) -> Qwen3ForCausalLM:
+def random_tiny(config: TinyModelConfig, vocab_size: int, context: int) -> PreTrainedModel:
     """The network before any training, in float32."""
-    shape = Qwen3Config(
-        vocab_size=-(-vocab_size // 64) * 64,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.hidden_size // config.num_heads,
-        max_position_embeddings=max(config.max_position_embeddings, context),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END_ID,
-        pad_token_id=PAD_ID,
-        initializer_range=0.7 * config.hidden_size**-0.5,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": -(-vocab_size // 64) * 64,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.hidden_size // config.num_heads,
+        "max_position_embeddings": max(config.max_position_embeddings, context),
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": END_ID,
+        "pad_token_id": PAD_ID,
+        "initializer_range": 0.7 * config.hidden_size**-0.5,
+    }
+    experts: dict[str, Any] = {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": config.intermediate_size,
+        "norm_topk_prob": True,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = Qwen3ForCausalLM(shape).float()
+        if config.num_experts:
+            model: PreTrainedModel = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).float()
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape)).float()
     model.generation_config = GenerationConfig(eos_token_id=END_ID, pad_token_id=PAD_ID, do_sample=True)
     return model

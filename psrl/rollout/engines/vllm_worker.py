@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from transformers import AutoModelForCausalLM
 
 from psrl.host_memory import register_host
 from psrl.rollout.engines.shared_tensors import Layout, map_tensors
+from psrl.rollout.engines.weight_set import as_in_files
 from psrl.rollout.lmcache_worker import attend_offload_tier, empty_offload_tier, pull_prefixes, share_prefixes
 
 
@@ -34,6 +36,7 @@ class PsrlWorker:
     psrl_registered: bool = False
     psrl_receiver: Any
     psrl_fused: bool
+    psrl_architecture: Any = None
     psrl_exchange: Any
 
     def psrl_prepare(self, path: str, layout: Layout) -> None:
@@ -116,11 +119,17 @@ class PsrlWorker:
 
     def _psrl_load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         model = self.model_runner.get_model()
+        if self.psrl_architecture is None:
+            with torch.device("meta"):
+                self.psrl_architecture = AutoModelForCausalLM.from_config(self.model_config.hf_config)
+        tensors = as_in_files(self.psrl_architecture, tensors)
         if loads_in_place(model, self.device, self.model_config.quantization):
             model.load_weights(tensors)
         else:
             self.model_runner.reload_weights(weights_iterator=tensors)
             process_tied_layers(model)
+            if self.device.type == "cpu":
+                pack_experts(model)
 
 
 def held_elsewhere(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
@@ -133,8 +142,17 @@ def held_elsewhere(model: torch.nn.Module, names: Iterable[str]) -> frozenset[st
 def loads_in_place(model: torch.nn.Module, device: torch.device, quantization: str | None) -> bool:
     """Whether the model's tensors are still as its loader left them, so that loading again overwrites them. Elsewhere (quantized
     weights, fused experts, any CPU) vLLM has repacked them and they must be loaded layer by layer, which is slower."""
-    fused_experts = any(type(module).__name__.endswith("FusedMoE") for module in model.modules())
+    fused_experts = any(name.rpartition(".")[2].startswith("w13_") for name, _ in model.named_parameters())
     return device.type == "cuda" and quantization is None and not fused_experts
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """On a CPU, vLLM packs experts for its kernel when it loads them first (`moe_kernel` is made then), and leaves them as they are in
+    files when it reloads them: the kernel would take them for packed ones and compute something else."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def process_tied_layers(model: torch.nn.Module) -> None:

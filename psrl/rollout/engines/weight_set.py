@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 
 def weight_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -12,6 +14,15 @@ def weight_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     saved = model.state_dict().keys()
     buffers = {n: b for n, b in model.named_buffers() if n in saved and b.is_floating_point()}
     return {**dict(model.named_parameters()), **buffers}
+
+
+def as_in_files(
+    model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same as the model's files and other programs know them: transformers joins some when it loads them (the experts of a layer);
+    here they are taken apart again, each as its turn comes. `model` tells the architecture and may be on the meta device."""
+    for name, tensor in tensors:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def weight_faults(
