@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from psrl.algorithms import policy
 from psrl.algorithms.advantages import AdvantageOptions, grpo
@@ -59,13 +60,16 @@ def end_process_group() -> None:
         dist.destroy_process_group()
 
 
-def make_model(tied: bool = True, seed: int = 0, kv_heads: int = 2) -> PreTrainedModel:
+def make_model(tied: bool = True, seed: int = 0, kv_heads: int = 2, experts: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=kv_heads, head_dim=16, max_position_embeddings=128, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    if experts:
+        sparse = Qwen3MoeConfig(**shape, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=32)
+        return AutoModelForCausalLM.from_config(sparse)
+    return AutoModelForCausalLM.from_config(Qwen3Config(**shape))
 
 
 def make_actor(**changes) -> ActorConfig:
@@ -220,7 +224,7 @@ def run(task: dict, device: str) -> None:
     actor = make_actor(**settings(task))
     # A resumed run starts from other weights ("seed"), so that it is right only if the checkpoint replaces them.
     backend = make_backend(
-        make_model(seed=task.get("seed", 0), kv_heads=task.get("kv_heads", 2)),
+        make_model(seed=task.get("seed", 0), kv_heads=task.get("kv_heads", 2), experts=task.get("experts", 0)),
         actor,
         temperature=0.8,
         device=device,

@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from psrl.models.load import checkpoint_specs
@@ -158,6 +159,9 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(
         **SIZES | {"head_dim": 32}, **HEADS, tie_word_embeddings=True
     ),  # vLLM's CPU kernels: 32 at least
+    "experts": Qwen3MoeConfig(
+        **SIZES, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+    ),
     "llama": LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=False),
     "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=1024, initializer_range=0.3),
     "sliding": MistralConfig(**SIZES, **HEADS, sliding_window=6),

@@ -1,0 +1,115 @@
+"""Mixtures of experts: trained over ranks as on one, generated from, written out as others read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backend_launch import launch
+from fsdp2_ranks import end_process_group, make_actor, make_model, settings, train_step
+from runs import DEADLINE_S, NewRun
+from safetensors import safe_open
+from vllm_runs import EVERY_VERSION, every_step_learns, made, weights_of_versions, widest_gap
+
+from psrl.telemetry.metrics import read_metrics
+from psrl.trainer.backends.core import BackendCore
+from psrl.trainer.backends.make import make_backend
+
+pytestmark = pytest.mark.process
+
+EXPERTS, STEPS = 3, 3
+TINY: dict[str, object] = {
+    "model": "tiny",
+    "model.tiny.hidden_size": 64,
+    "model.tiny.num_layers": 2,
+    "model.tiny.num_experts": 4,
+    "model.tiny.warm_start_steps": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    yield
+    end_process_group()
+
+
+def single(actor: dict[str, Any]) -> BackendCore:
+    return make_backend(make_model(experts=EXPERTS), make_actor(**settings({"actor": actor})), temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, float]]:
+    backend = single({})
+    curve = [train_step(backend, step) for step in range(STEPS)]
+    end_process_group()
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("ranks", "actor"),
+    [
+        (1, {"use_remove_padding": True}),
+        (1, {"gradient_checkpointing": True}),
+        (2, {}),  # two experts on one rank, one on the other
+        (2, {"use_remove_padding": True}),
+        (2, {"ulysses_sequence_parallel_size": 2}),
+    ],
+    ids=["unpadded-1", "recomputed-1", "fsdp2-2", "unpadded-2", "ulysses-2"],
+)
+def test_every_way_trains_like_one_rank(
+    tmp_path: Path, reference: list[dict[str, float]], ranks: int, actor: dict[str, Any]
+) -> None:
+    if ranks == 1:
+        backend = single(actor)
+        curve = [train_step(backend, step) for step in range(STEPS)]
+    else:
+        curve = launch(tmp_path, ranks, steps=STEPS, save_at=[], experts=EXPERTS, actor=actor)
+    for ours, other in zip(curve, reference, strict=True):
+        assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.timeout(3 * DEADLINE_S)
+def test_a_run_on_two_trainer_ranks_makes_every_token_with_the_weights_of_its_version(
+    new_run: NewRun, tmp_path: Path
+) -> None:
+    run = new_run({
+        **TINY,
+        **EVERY_VERSION,
+        **every_step_learns(tmp_path),
+        "psrl.deployment.train_ngpus_per_node": 2,
+        "psrl.weights.route": "nixl",
+        "trainer.total_training_steps": 3,
+        "trainer.keep_samples": True,
+        "train_actor_rollout_ref.actor.optim.lr": 1e-2,
+    })  # fmt: skip
+    run.start()
+    assert run.wait(2 * DEADLINE_S) == 0, run.story()
+    directories, samples = weights_of_versions(run), made(run)
+    versions = {int(v) for sample in samples for v in sample.versions}
+    assert len(versions) > 1
+    for version in versions:
+        assert widest_gap(samples, version, directories[version]) < 1e-4
+        others = [widest_gap(samples, version, path) for other, path in directories.items() if other != version]
+        assert min(others) > 1e-3, "the versions do not differ: nothing is shown"
+    assert all(abs(row["rollout_corr/kl"]) < 1e-4 for row in read_metrics(run.dir.metrics) if row["staleness/max"] == 0)
+
+
+def test_exported_files_have_the_experts_one_by_one_like_those_that_the_run_began_with(new_run: NewRun) -> None:
+    run = new_run({**TINY, "trainer.total_training_steps": 1, "trainer.save_freq": 1})
+    run.start()
+    assert run.wait() == 0, run.story()
+    begun, exported = weights_of_versions(run).values()
+    with (
+        safe_open(exported / "model.safetensors", "pt") as ours,
+        safe_open(begun / "model.safetensors", "pt") as theirs,
+    ):
+        assert set(ours.keys()) == set(theirs.keys())
+        assert "model.layers.1.mlp.experts.3.gate_proj.weight" in ours.keys()  # noqa: SIM118 (it is no mapping)
+
+
+def test_an_impossible_number_of_experts_is_refused(new_run: NewRun) -> None:
+    run = new_run({**TINY, "model.tiny.num_experts": 1})
+    run.start()
+    assert run.wait() != 0
+    assert "model.tiny.num_experts=1 must be 0, for a dense model, or at least 2." in run.story()
