@@ -64,8 +64,8 @@ def _check_megatron(config: Config, installed: bool) -> None:
     settings = config.train_actor_rollout_ref.actor.megatron
     if settings.expert_model_parallel_size > 1:
         raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size={settings.expert_model_parallel_size} is not in this version of psrl, which trains "
-            f"dense models: use 1, and {MEGATRON}.{SHARING[0]} or {SHARING[1]} for models that do not fit one rank."
+            f"{MEGATRON}.expert_model_parallel_size={settings.expert_model_parallel_size} is not in this version of psrl, whose Megatron "
+            f"backend trains dense models: use 1, or {ACTOR}.strategy=fsdp2 for mixtures of experts."
         )
     _refuse_fsdp_keys(config)
     _check_unpadded(config, f"{MEGATRON}.context_parallel_size", settings.context_parallel_size)

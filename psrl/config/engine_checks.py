@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from typing import Any
 
 from psrl.config.cache_blocks import cache_block_size
 from psrl.config.errors import ConfigError
@@ -85,6 +87,21 @@ def check_engine(config: Config, *, vllm_installed: bool) -> None:
         raise ConfigError(
             f"{ROLLOUT}.name=vllm but the vllm package is not installed: `pip install 'psrl[vllm]'` (docs/vllm.md, also for "
             f"machines without a GPU), or {ROLLOUT}.name=torch."
+        )
+
+
+def check_engine_model(config: Config, model: Mapping[str, Any]) -> None:
+    """Refuse a model (the contents of its config.json) that an engine's GPUs cannot share as the configuration asks."""
+    gen = config.gen_actor_rollout_ref.rollout
+    ways, stages = gen.tensor_model_parallel_size, gen.pipeline_model_parallel_size
+    layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads", ways)
+    if heads % ways:
+        raise ConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size={ways} does not divide the model's attention heads ({heads}): choose a divisor."
+        )
+    if layers is not None and stages > layers:
+        raise ConfigError(
+            f"{ROLLOUT}.pipeline_model_parallel_size={stages} is more than the model's {layers} layers: use fewer stages."
         )
 
 

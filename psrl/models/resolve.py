@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from psrl.config.backend_checks import check_model_layout
+from psrl.config.engine_checks import check_engine_model
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.models.tokenizer import load_tokenizer
@@ -159,7 +160,9 @@ def _checked(path: Path) -> Path:
 def _refuse_unfit(source: ModelSource, config: Config) -> None:
     _refuse_short_context(source, config)
     settings = _json(source.path / "config.json")
-    check_model_layout(config, settings.get("text_config") or settings)
+    model = settings.get("text_config") or settings
+    check_model_layout(config, model)
+    check_engine_model(config, model)
 
 
 def _refuse_short_context(source: ModelSource, config: Config) -> None:

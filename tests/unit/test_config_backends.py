@@ -38,7 +38,7 @@ REFUSED = [
     ({BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}, r"per_gpu=99 does not hold"),
     (
         {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 2}},
-        r"actor\.megatron\.expert_model_parallel_size=2 is not in this version of psrl, which trains dense models: use 1",
+        r"actor\.megatron\.expert_model_parallel_size=2 is not in this version of psrl, whose Megatron backend trains dense models: use 1",
     ),
     (
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}},

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from psrl.config.checks import check
-from psrl.config.engine_checks import FIXED_BY_PSRL, HAS_A_KEY, check_engine
+from psrl.config.engine_checks import FIXED_BY_PSRL, HAS_A_KEY, check_engine, check_engine_model
 from psrl.config.errors import ConfigError
 from psrl.config.schema import Config
 from psrl.rollout.engines.base import InWorkers
@@ -28,7 +29,7 @@ from psrl.rollout.engines.vllm_arguments import (
     user_options,
 )
 from psrl.rollout.engines.vllm_figures import EngineFigures
-from psrl.rollout.engines.vllm_worker import PsrlWorker
+from psrl.rollout.engines.vllm_worker import PsrlWorker, loads_in_place
 from psrl.rollout.worker_puller import WorkerPuller
 from psrl.weights.channel.base import PullError
 
@@ -104,6 +105,34 @@ def test_what_cannot_be_is_refused_in_one_sentence(spoil: Callable[[Config], Non
     spoil(wanted)
     with pytest.raises(ConfigError, match=said):
         check_engine(wanted, vllm_installed=True)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        (
+            {"tensor_model_parallel_size": 6},
+            r"tensor_model_parallel_size=6 does not divide the model's attention heads \(16\)",
+        ),
+        ({"pipeline_model_parallel_size": 29}, r"pipeline_model_parallel_size=29 is more than the model's 28 layers"),
+    ],
+)
+def test_a_model_that_an_engines_gpus_cannot_share_is_refused(parallel: dict[str, int], said: str) -> None:
+    model = {"num_attention_heads": 16, "num_hidden_layers": 28}
+    check_engine_model(config(tensor_model_parallel_size=16, pipeline_model_parallel_size=28), model)
+    check_engine_model(config(name="torch", **parallel), {})
+    with pytest.raises(ConfigError, match=said):
+        check_engine_model(config(**parallel), model)
+
+
+def test_experts_are_loaded_layer_by_layer_everywhere() -> None:
+    dense, sparse = torch.nn.Linear(2, 2), torch.nn.Module()
+    sparse.register_parameter("w13_weight", torch.nn.Parameter(torch.zeros(2, 4, 2)))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert loads_in_place(torch.nn.Sequential(dense), gpu, None)
+    assert not loads_in_place(torch.nn.Sequential(dense), cpu, None)
+    assert not loads_in_place(torch.nn.Sequential(dense), gpu, "fp8")
+    assert not loads_in_place(torch.nn.Sequential(dense, sparse), gpu, None)
 
 
 def test_without_vllm_the_message_says_how_to_get_it() -> None:
@@ -288,7 +317,7 @@ class TwoWorkers:
         self.workers = [PsrlWorker(), PsrlWorker()]
         for rank, worker in enumerate(self.workers):
             worker.model_runner, worker.device, worker.rank = Runner(), torch.device("cpu"), rank
-            worker.model_config = SimpleNamespace(quantization=None)
+            worker.model_config = SimpleNamespace(quantization=None, hf_config=Qwen3Config(num_hidden_layers=1))
             worker.parallel_config = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
         self.call_workers("psrl_prepare", self.shared.path, self.shared.layout, timeout_s=1)
 
