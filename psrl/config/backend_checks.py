@@ -17,7 +17,7 @@ MEGATRON = f"{ACTOR}.megatron"
 SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Sizes whose product is the number of ranks that work on the same samples."""
 
-MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
+MEGATRON_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """model_type of the families that the megatron backend maps."""
 
 
@@ -62,11 +62,6 @@ def _check_megatron(config: Config, installed: bool) -> None:
             f"or {ACTOR}.strategy=fsdp2."
         )
     settings = config.train_actor_rollout_ref.actor.megatron
-    if settings.expert_model_parallel_size > 1:
-        raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size={settings.expert_model_parallel_size} is not in this version of psrl, whose Megatron "
-            f"backend trains dense models: use 1, or {ACTOR}.strategy=fsdp2 for mixtures of experts."
-        )
     _refuse_fsdp_keys(config)
     _check_unpadded(config, f"{MEGATRON}.context_parallel_size", settings.context_parallel_size)
     ranks, given = trainer_ranks(config), {name: getattr(settings, name) for name in SHARING}
@@ -75,6 +70,12 @@ def _check_megatron(config: Config, installed: bool) -> None:
         raise ConfigError(
             f"{MEGATRON}.{named} does not divide the {ranks} trainer ranks (psrl.deployment.train_nnodes x train_ngpus_per_node): "
             "choose a divisor."
+        )
+    replicas = ranks // settings.tensor_model_parallel_size // settings.pipeline_model_parallel_size
+    if replicas % settings.expert_model_parallel_size:
+        raise ConfigError(
+            f"{MEGATRON}.expert_model_parallel_size={settings.expert_model_parallel_size} does not divide the {replicas} trainer ranks that "
+            "have the same layers: choose a divisor."
         )
 
 
@@ -139,6 +140,8 @@ def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
                 f"{MEGATRON}.{SHARING[1]}={stages} is more than the model's {layers} layers: use fewer stages."
             )
         key, size = f"{MEGATRON}.tensor_model_parallel_size", actor.megatron.tensor_model_parallel_size
+        experts = model.get("num_experts") or model.get("num_local_experts") or 0
+        _check_experts(experts, actor.megatron.expert_model_parallel_size, size)
         context = actor.megatron.context_parallel_size
         if heads % (size * context) and heads % size == 0:
             raise ConfigError(
@@ -149,7 +152,7 @@ def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
             "attention heads": heads,
             "key-value heads": model.get("num_key_value_heads", heads),
             "hidden size": model.get("hidden_size", size),
-            "feed-forward size": model.get("intermediate_size", size),
+            "feed-forward size": 0 if experts else model.get("intermediate_size", size),
         }
     else:
         if actor.use_remove_padding and not has_full_attention(model):
@@ -162,6 +165,17 @@ def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
     for what, number in divided.items():
         if number % size:
             raise ConfigError(f"{key}={size} does not divide the model's {what} ({number}): choose a divisor.")
+
+
+def _check_experts(experts: int, sharing: int, tensor: int) -> None:
+    """Of a model with so many experts in a layer, dealt to `sharing` x `tensor` ranks."""
+    key = f"{MEGATRON}.expert_model_parallel_size={sharing}"
+    if not experts and sharing > 1:
+        raise ConfigError(f"{key} has no meaning for a model without experts: leave it at 1.")
+    if experts % (sharing * tensor):
+        raise ConfigError(
+            f"{key} x tensor_model_parallel_size={tensor} does not divide the model's {experts} experts: choose divisors."
+        )
 
 
 def has_full_attention(model: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ class MegatronConfig:
     context_parallel_size: int = 1
     """Trainer ranks that share each row, for long sequences (Ulysses); divides the attention heads of a tensor-parallel rank."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a mixture-of-experts model; only 1 in this version, whose Megatron backend trains dense models."""
+    """Ranks that share the experts of a mixture-of-experts model, of those that have the same layers (data and context parallel), which it
+    divides. Tensor-parallel ranks share them too."""
     use_distributed_optimizer: bool = True
     """Each of the ranks that hold the same parameters keeps the optimizer's state of some of them only (ZeRO stage 1)."""

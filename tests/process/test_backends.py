@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,16 @@ class Variant:
     name: str
     world_size: int
     actor: dict[str, Any] = field(hash=False)
+    experts: int = 0
+
+
+def with_experts(
+    name: str, world_size: int, actor: dict[str, Any] | None = None, *, slow: bool = False, **megatron: object
+):
+    """A model with four experts in each layer, on Megatron."""
+    actor = {"strategy": "megatron", "megatron": megatron, **(actor or {})}
+    variant = Variant(f"experts-{name}", world_size, actor, experts=4)
+    return pytest.param(variant, marks=[MEGATRON, pytest.mark.slow] if slow else [MEGATRON])
 
 
 VARIANTS = [
@@ -92,6 +103,27 @@ VARIANTS = [
         ),
         marks=[MEGATRON, pytest.mark.slow],
     ),
+    pytest.param(Variant("experts-fsdp2-2", 2, {}, experts=4)),
+    pytest.param(Variant("experts-ulysses-2", 2, {"ulysses_sequence_parallel_size": 2}, experts=4)),
+    pytest.param(Variant("experts-unpadded-2", 2, {"use_remove_padding": True}, experts=4)),
+    with_experts("megatron-1", 1),
+    with_experts("megatron-tp2", 2, tensor_model_parallel_size=2),
+    with_experts("megatron-ep2", 2, expert_model_parallel_size=2),
+    with_experts("megatron-dp2", 2, slow=True),
+    with_experts("megatron-ep2-whole", 2, slow=True, expert_model_parallel_size=2, use_distributed_optimizer=False),
+    with_experts("megatron-dp2-ep2", 4, slow=True, expert_model_parallel_size=2),
+    with_experts("megatron-dp2-ep2-whole", 4, slow=True, expert_model_parallel_size=2, use_distributed_optimizer=False),
+    with_experts("megatron-tp2-ep2", 4, slow=True, tensor_model_parallel_size=2, expert_model_parallel_size=2),
+    with_experts("megatron-pp2-ep2", 4, slow=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+    with_experts(
+        "megatron-unpadded-pp2-ep2",
+        4,
+        {"use_remove_padding": True, "gradient_checkpointing": True},
+        slow=True,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+    ),
+    with_experts("megatron-cp2-ep2", 2, slow=True, context_parallel_size=2, expert_model_parallel_size=2),
     pytest.param(
         Variant("megatron-dp2-pp2", 4, {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 2}}),
         marks=[MEGATRON, pytest.mark.slow],
@@ -113,18 +145,23 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def of_fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a checkpoint of FSDP2 on one rank."""
-    root = tmp_path_factory.mktemp("of_fsdp2")
-    before = single()
-    for step in range(SAVED_AT):
-        train_step(before, step, **LOSS)
-    save(before, root, SAVED_AT)
-    return root
+def of_fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A directory with a checkpoint of FSDP2 on one rank, for a number of experts."""
+
+    @cache
+    def saved(experts: int) -> Path:
+        root = tmp_path_factory.mktemp("of_fsdp2")
+        before = single(experts=experts)
+        for step in range(SAVED_AT):
+            train_step(before, step, **LOSS)
+        save(before, root, SAVED_AT)
+        return root
+
+    return saved
 
 
 @pytest.fixture(scope="module")
-def ran(of_fsdp2: Path, tmp_path_factory: pytest.TempPathFactory):
+def ran(of_fsdp2: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory):
     """Each variant runs once."""
 
     @cache
@@ -132,8 +169,8 @@ def ran(of_fsdp2: Path, tmp_path_factory: pytest.TempPathFactory):
         tmp = tmp_path_factory.mktemp(variant.name)
         for name in ("shards", "log_probs"):
             (tmp / name).mkdir()
-        common = {"steps": STEPS, "cap": 15, "actor": variant.actor, "loss": LOSS}
-        resumed = common | {"checkpoints": str(of_fsdp2), "save_at": [], "seed": 1}
+        common = {"steps": STEPS, "cap": 15, "actor": variant.actor, "loss": LOSS, "experts": variant.experts}
+        resumed = common | {"checkpoints": str(of_fsdp2(variant.experts)), "save_at": [], "seed": 1}
         rows = launch(
             tmp,
             variant.world_size,
@@ -153,20 +190,29 @@ def ran(of_fsdp2: Path, tmp_path_factory: pytest.TempPathFactory):
     return run
 
 
-def single(actor: dict[str, Any] | None = None, seed: int = 0) -> BackendCore:
-    return make_backend(make_model(seed=seed), make_actor(**settings({"actor": actor or {}})), temperature=0.8)
+def single(actor: dict[str, Any] | None = None, seed: int = 0, experts: int = 0) -> BackendCore:
+    model = make_model(seed=seed, experts=experts)
+    return make_backend(model, make_actor(**settings({"actor": actor or {}})), temperature=0.8)
+
+
+Reference = tuple[BackendCore, list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[BackendCore, list[dict[str, float]]]:
+def reference() -> Callable[[Variant], Reference]:
     """FSDP2 on one rank, after all steps, which is plain PyTorch (test_fsdp2.py compares it with autograd)."""
-    backend = single()
-    return backend, [train_step(backend, step, cap=1024, **LOSS) for step in range(STEPS)]
+
+    @cache
+    def trained(experts: int) -> Reference:
+        backend = single(experts=experts)
+        return backend, [train_step(backend, step, cap=1024, **LOSS) for step in range(STEPS)]
+
+    return lambda variant: trained(variant.experts)
 
 
 @every_variant
 def test_log_probs_are_those_of_one_rank(variant, ran):
-    expected = log_probs_by_row(single(), shared=not variant.actor.get("use_remove_padding"))
+    expected = log_probs_by_row(single(experts=variant.experts), shared=not variant.actor.get("use_remove_padding"))
     got: dict[tuple[int, ...], torch.Tensor] = {}
     for rank in ran(variant).log_probs:
         for row, values in rank.items():
@@ -178,7 +224,7 @@ def test_log_probs_are_those_of_one_rank(variant, ran):
 
 @every_variant
 def test_the_loss_curve_is_that_of_one_rank(variant, ran, reference):
-    _, expected = reference
+    _, expected = reference(variant)
     assert len({row["actor/pg_loss"] for row in expected}) == STEPS
     for ours, other in zip(ran(variant).curve, expected, strict=True):
         assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
@@ -186,7 +232,7 @@ def test_the_loss_curve_is_that_of_one_rank(variant, ran, reference):
 
 @every_variant
 def test_published_shards_cover_the_trained_weights_once(variant, ran, reference):
-    backend, _ = reference
+    backend, _ = reference(variant)
     ranks = ran(variant).shards
     names = [shard.name for shard in ranks[0]]
     assert all([shard.name for shard in rank] == names for rank in ranks)
@@ -203,16 +249,16 @@ def test_published_shards_cover_the_trained_weights_once(variant, ran, reference
 
 @every_variant
 def test_its_checkpoint_goes_on_in_fsdp2_on_one_rank(variant, ran, reference):
-    backend = single(seed=1)
+    backend = single(seed=1, experts=variant.experts)
     backend.load(ran(variant).checkpoint)
     assert backend.steps == SAVED_AT
     for step in range(SAVED_AT, STEPS):
-        assert train_step(backend, step, **LOSS) == pytest.approx(reference[1][step], rel=2e-4, abs=2e-6)
+        assert train_step(backend, step, **LOSS) == pytest.approx(reference(variant)[1][step], rel=2e-4, abs=2e-6)
 
 
 @every_variant
 def test_a_checkpoint_of_fsdp2_goes_on_in_it(variant, ran, reference):
-    for ours, other in zip(ran(variant).resumed, reference[1][SAVED_AT:], strict=True):
+    for ours, other in zip(ran(variant).resumed, reference(variant)[1][SAVED_AT:], strict=True):
         assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
 
 

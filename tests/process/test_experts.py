@@ -1,24 +1,18 @@
-"""Mixtures of experts: trained over ranks as on one, generated from, written out as others read them."""
+"""Mixtures of experts in whole runs: trained, generated from, written out as others read them (over ranks: test_backends.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from backend_launch import launch
-from fsdp2_ranks import end_process_group, make_actor, make_model, settings, train_step
 from runs import DEADLINE_S, NewRun
 from safetensors import safe_open
 from vllm_runs import EVERY_VERSION, every_step_learns, made, weights_of_versions, widest_gap
 
 from psrl.telemetry.metrics import read_metrics
-from psrl.trainer.backends.core import BackendCore
-from psrl.trainer.backends.make import make_backend
 
 pytestmark = pytest.mark.process
 
-EXPERTS, STEPS = 3, 3
 TINY: dict[str, object] = {
     "model": "tiny",
     "model.tiny.hidden_size": 64,
@@ -28,60 +22,30 @@ TINY: dict[str, object] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    yield
-    end_process_group()
-
-
-def single(actor: dict[str, Any]) -> BackendCore:
-    return make_backend(make_model(experts=EXPERTS), make_actor(**settings({"actor": actor})), temperature=0.8)
-
-
-@pytest.fixture(scope="module")
-def reference() -> list[dict[str, float]]:
-    backend = single({})
-    curve = [train_step(backend, step) for step in range(STEPS)]
-    end_process_group()
-    return curve
-
-
-@pytest.mark.parametrize(
-    ("ranks", "actor"),
-    [
-        (1, {"use_remove_padding": True}),
-        (1, {"gradient_checkpointing": True}),
-        (2, {}),  # two experts on one rank, one on the other
-        (2, {"use_remove_padding": True}),
-        (2, {"ulysses_sequence_parallel_size": 2}),
-    ],
-    ids=["unpadded-1", "recomputed-1", "fsdp2-2", "unpadded-2", "ulysses-2"],
-)
-def test_every_way_trains_like_one_rank(
-    tmp_path: Path, reference: list[dict[str, float]], ranks: int, actor: dict[str, Any]
-) -> None:
-    if ranks == 1:
-        backend = single(actor)
-        curve = [train_step(backend, step) for step in range(STEPS)]
-    else:
-        curve = launch(tmp_path, ranks, steps=STEPS, save_at=[], experts=EXPERTS, actor=actor)
-    for ours, other in zip(curve, reference, strict=True):
-        assert ours == pytest.approx(other, rel=2e-4, abs=2e-6)
+ACTOR = "train_actor_rollout_ref.actor"
+TRAINERS = {
+    "fsdp2": {},
+    "megatron": {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.expert_model_parallel_size": 2},
+}
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_run_on_two_trainer_ranks_makes_every_token_with_the_weights_of_its_version(
-    new_run: NewRun, tmp_path: Path
+    new_run: NewRun, tmp_path: Path, trainer: str
 ) -> None:
+    if trainer == "megatron":
+        pytest.importorskip("megatron.core")
     run = new_run({
         **TINY,
+        **TRAINERS[trainer],
         **EVERY_VERSION,
         **every_step_learns(tmp_path),
         "psrl.deployment.train_ngpus_per_node": 2,
         "psrl.weights.route": "nixl",
         "trainer.total_training_steps": 3,
         "trainer.keep_samples": True,
-        "train_actor_rollout_ref.actor.optim.lr": 1e-2,
+        f"{ACTOR}.optim.lr": 1e-2,
     })  # fmt: skip
     run.start()
     assert run.wait(2 * DEADLINE_S) == 0, run.story()

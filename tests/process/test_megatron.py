@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from fsdp2_ranks import VOCABULARY, make_actor, make_batches, make_groups, make_model, train_step
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from psrl.config.megatron import MegatronConfig
 from psrl.trainer.backends.fsdp2 import FSDP2Backend
@@ -32,6 +32,12 @@ MODELS = {
     "qwen2-tied": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen2-untied": Qwen2Config(**SMALL, tie_word_embeddings=False),
     "qwen3-wide-heads": Qwen3Config(**SMALL, head_dim=32),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SMALL, head_dim=32, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    "qwen3-moe-weights-as-they-are": Qwen3MoeConfig(
+        **SMALL, num_experts=8, num_experts_per_tok=1, moe_intermediate_size=24, norm_topk_prob=False
+    ),
 }
 
 
@@ -83,11 +89,18 @@ def test_bfloat16_compute_keeps_float32_weights():
 @pytest.mark.parametrize(
     ("config", "size", "message"),
     [
-        (GPT2Config(), 1, "the megatron backend trains llama, qwen2, qwen3, not gpt2: use .*strategy=fsdp2"),
+        (GPT2Config(), 1, "the megatron backend trains llama, qwen2, qwen3, qwen3_moe, not gpt2: use .*strategy=fsdp2"),
         (LlamaConfig(**SMALL, attention_bias=True), 1, "biases=True"),
         (Qwen3Config(**SMALL), 3, "tensor_model_parallel_size=3 does not divide the model's attention heads .4."),
         (Qwen3Config(**SMALL), 4, "tensor_model_parallel_size=4 does not divide the model's key-value heads .2."),
         (Qwen3Config(**SMALL | {"intermediate_size": 97}), 2, "the model's feed-forward size .97."),
+        (
+            Qwen3MoeConfig(**SMALL, num_experts=3),
+            2,
+            "tensor_model_parallel_size=2 does not divide the model's 3 experts",
+        ),
+        (Qwen3MoeConfig(**SMALL, num_experts=4, mlp_only_layers=[1]), 1, "has dense layers among those with experts"),
+        (Qwen3MoeConfig(**SMALL, num_experts=4, decoder_sparse_step=2), 1, "has dense layers among those with experts"),
     ],
 )
 def test_models_that_cannot_be_are_refused(config, size, message):

@@ -37,8 +37,8 @@ REFUSED = [
     ),
     ({BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}, r"per_gpu=99 does not hold"),
     (
-        {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 2}},
-        r"actor\.megatron\.expert_model_parallel_size=2 is not in this version of psrl, whose Megatron backend trains dense models: use 1",
+        {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2}},
+        r"actor\.megatron\.expert_model_parallel_size=4 does not divide the 2 trainer ranks that have the same layers: choose a divisor",
     ),
     (
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}},
@@ -126,7 +126,7 @@ QWEN = {
         (
             {"strategy": "megatron"},
             QWEN | {"model_type": "gemma3_text"},
-            r"strategy=megatron trains llama, qwen2, qwen3, not gemma3_text: use .*strategy=fsdp2",
+            r"strategy=megatron trains llama, qwen2, qwen3, qwen3_moe, not gemma3_text: use .*strategy=fsdp2",
         ),
         (
             {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 16}},
@@ -142,6 +142,16 @@ QWEN = {
             {"strategy": "megatron", "megatron": {"pipeline_model_parallel_size": 32}},
             QWEN,
             r"pipeline_model_parallel_size=32 is more than the model's 28 layers: use fewer stages",
+        ),
+        (
+            {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 2}},
+            QWEN,
+            r"expert_model_parallel_size=2 has no meaning for a model without experts: leave it at 1",
+        ),
+        (
+            {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 8}},
+            QWEN | {"model_type": "qwen3_moe", "num_experts": 24, "intermediate_size": 3074},
+            r"expert_model_parallel_size=2 x tensor_model_parallel_size=8 does not divide the model's 24 experts",
         ),
         (
             {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4, "context_parallel_size": 8}},

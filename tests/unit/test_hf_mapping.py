@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from psrl.trainer.backends.hf_mapping import Dense, Kind, block, join_local, padded_vocabulary, rules, split_local
+from psrl.trainer.backends.hf_mapping import Kind, Sizes, block, join_local, padded_vocabulary, rules, split_local
 
 pytestmark = pytest.mark.unit
 
@@ -19,14 +19,19 @@ FAMILIES = {
     "llama": (LlamaConfig, {}, {}),
     "qwen2": (Qwen2Config, {}, {"qkv_bias": True}),
     "qwen3": (Qwen3Config, {"head_dim": 6}, {"qk_norm": True, "head_dim": 6}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"head_dim": 6, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
+        {"qk_norm": True, "head_dim": 6, "num_experts": 8},
+    ),
 }
 
 
-def family(name: str, tied: bool) -> tuple[dict[str, torch.Tensor], Dense]:
+def family(name: str, tied: bool) -> tuple[dict[str, torch.Tensor], Sizes]:
     config, extra, special = FAMILIES[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(**SIZES, **extra, tie_word_embeddings=tied))
-    shape = Dense(
+    shape = Sizes(
         **{"num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "head_dim": 4, "vocab_size": VOCABULARY, "tied": tied}
         | special
     )
@@ -56,7 +61,7 @@ def test_there_and_back_is_bit_equal(name, tied, size):
 
 
 def test_the_fused_rows_are_queries_key_value_of_each_group():
-    shape = Dense(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=1, vocab_size=8)
+    shape = Sizes(num_layers=1, num_heads=4, num_kv_heads=2, head_dim=1, vocab_size=8)
     rule = next(rule for rule in rules(shape) if rule.kind is Kind.QKV)
     q, k, v = torch.arange(4.0)[:, None], torch.arange(10.0, 12.0)[:, None], torch.arange(20.0, 22.0)[:, None]
     fused = join_local(rule, [q, k, v], shape, 1)
@@ -65,7 +70,7 @@ def test_the_fused_rows_are_queries_key_value_of_each_group():
 
 def test_the_vocabulary_is_padded_to_equal_parts():
     assert [padded_vocabulary(n, 4) for n in (7, 8, 9)] == [8, 8, 12]
-    shape = Dense(num_layers=0, num_heads=1, num_kv_heads=1, head_dim=1, vocab_size=5, tied=True)
+    shape = Sizes(num_layers=0, num_heads=1, num_kv_heads=1, head_dim=1, vocab_size=5, tied=True)
     (rule, _norm) = rules(shape)
     whole = torch.arange(1.0, 6.0)[:, None]
     last = join_local(rule, [block(whole, 0, 1, 2)], shape, 2)

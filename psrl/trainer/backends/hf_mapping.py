@@ -1,4 +1,4 @@
-"""Megatron-core's parameters and Hugging Face's, for Llama, Qwen2 and Qwen3 (dense, tied or untied). Pure, both ways.
+"""Megatron-core's parameters and Hugging Face's, for Llama, Qwen2, Qwen3 (tied or untied) and Qwen3-MoE. Pure, both ways.
 
 Megatron fuses q, k and v into one matrix whose rows go group by group (the queries of a key-value head, its key, its value),
 and gate and up into another, gate first. Under tensor parallelism a rank holds whole groups, so each of its Hugging Face
@@ -26,11 +26,13 @@ class Kind(Enum):
     GATE_UP = "gate_up"
     VOCABULARY = "vocabulary"
     """Rows of the vocabulary, padded with zeros to equally many on every rank."""
+    EXPERTS = "experts"
+    """Whole experts, dealt to expert- and tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """The sizes that decide the mapping."""
+class Sizes:
+    """The sizes that decide the mapping. `num_experts`: of every layer; 0 for a dense model."""
 
     num_layers: int
     num_heads: int
@@ -40,6 +42,7 @@ class Dense:
     qkv_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
+    num_experts: int = 0
 
     @property
     def queries_per_group(self) -> int:
@@ -60,7 +63,7 @@ class Rule:
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def rules(shape: Dense, stage: StageLayers | None = None) -> list[Rule]:
+def rules(shape: Sizes, stage: StageLayers | None = None) -> list[Rule]:
     """Every parameter of a stage (None: of the whole model) once, in the model's order. A tied output layer has none of its own,
     except where the embedding is on another stage: then it is a copy of that."""
     stage = stage or stage_layers(shape.num_layers, 0, 1)
@@ -75,7 +78,7 @@ def rules(shape: Dense, stage: StageLayers | None = None) -> list[Rule]:
     return found
 
 
-def _layer_rules(shape: Dense, ours: str, theirs: str) -> list[Rule]:
+def _layer_rules(shape: Sizes, ours: str, theirs: str) -> list[Rule]:
     attention, mlp = f"{ours}self_attention.", f"{ours}mlp."
     projections = [f"{theirs}self_attn.{name}_proj." for name in "qkv"]
     found = [
@@ -90,13 +93,23 @@ def _layer_rules(shape: Dense, ours: str, theirs: str) -> list[Rule]:
         *found,
         Rule(f"{attention}linear_proj.weight", (f"{theirs}self_attn.o_proj.weight",), 1),
         Rule(f"{ours}pre_mlp_layernorm.weight", (f"{theirs}post_attention_layernorm.weight",), None),
-        Rule(
-            f"{mlp}linear_fc1.weight",
-            (f"{theirs}mlp.gate_proj.weight", f"{theirs}mlp.up_proj.weight"),
-            0,
-            Kind.GATE_UP,
-        ),
-        Rule(f"{mlp}linear_fc2.weight", (f"{theirs}mlp.down_proj.weight",), 1),
+        *(_expert_rules(mlp, f"{theirs}mlp.") if shape.num_experts else _dense_rules(mlp, f"{theirs}mlp.")),
+    ]
+
+
+def _dense_rules(ours: str, theirs: str) -> list[Rule]:
+    return [
+        Rule(f"{ours}linear_fc1.weight", (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight"), 0, Kind.GATE_UP),
+        Rule(f"{ours}linear_fc2.weight", (f"{theirs}down_proj.weight",), 1),
+    ]
+
+
+def _expert_rules(ours: str, theirs: str) -> list[Rule]:
+    """As transformers has them in memory: all experts of a layer in one tensor."""
+    return [
+        Rule(f"{ours}router", (f"{theirs}gate.weight",), None),
+        Rule(f"{ours}gate_up", (f"{theirs}experts.gate_up_proj",), 0, Kind.EXPERTS),
+        Rule(f"{ours}down", (f"{theirs}experts.down_proj",), 0, Kind.EXPERTS),
     ]
 
 
@@ -118,7 +131,7 @@ def padded_vocabulary(vocab_size: int, size: int) -> int:
     return -(-vocab_size // size) * size
 
 
-def split_local(rule: Rule, local: torch.Tensor, shape: Dense, rank: int, size: int) -> list[torch.Tensor]:
+def split_local(rule: Rule, local: torch.Tensor, shape: Sizes, rank: int, size: int) -> list[torch.Tensor]:
     """One rank's Megatron tensor as its blocks of `rule.hugging_face`: views where rows are contiguous, else copies."""
     match rule.kind:
         case Kind.QKV:
@@ -131,11 +144,11 @@ def split_local(rule: Rule, local: torch.Tensor, shape: Dense, rank: int, size: 
         case Kind.VOCABULARY:
             start = rank * len(local)
             return [local[: max(0, min(len(local), shape.vocab_size - start))]]
-        case Kind.PLAIN:
+        case Kind.PLAIN | Kind.EXPERTS:
             return [local]
 
 
-def join_local(rule: Rule, blocks: Sequence[torch.Tensor], shape: Dense, size: int) -> torch.Tensor:
+def join_local(rule: Rule, blocks: Sequence[torch.Tensor], shape: Sizes, size: int) -> torch.Tensor:
     """The inverse of `split_local`: a rank's Megatron tensor from its blocks."""
     match rule.kind:
         case Kind.QKV:
@@ -147,5 +160,5 @@ def join_local(rule: Rule, blocks: Sequence[torch.Tensor], shape: Dense, size: i
             rows = padded_vocabulary(shape.vocab_size, size) // size
             missing = rows - len(blocks[0])
             return torch.cat([blocks[0], blocks[0].new_zeros(missing, *blocks[0].shape[1:])]) if missing else blocks[0]
-        case Kind.PLAIN:
+        case Kind.PLAIN | Kind.EXPERTS:
             return blocks[0]

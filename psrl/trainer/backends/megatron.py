@@ -1,4 +1,4 @@
-"""TrainBackend on Megatron-core: tensor, pipeline, context and data parallelism, on CPU (gloo) or CUDA (nccl).
+"""TrainBackend on Megatron-core: tensor, pipeline, context, expert and data parallelism, on CPU (gloo) or CUDA (nccl).
 
 The layers come from Megatron, whose own data-parallel wrapper, distributed optimizer and pipeline need CUDA. Gradients are added
 over the ranks that hold the same parameters here, and AdamW steps weights in the model's dtype, which the layers see in the
@@ -27,9 +27,10 @@ from psrl.trainer.backends.core import (
     predictors_of,
     shared_mask,
 )
-from psrl.trainer.backends.hf_mapping import EMBEDDING, OUTPUT
-from psrl.trainer.backends.megatron_layout import PREFIX, Layout, init_layout
-from psrl.trainer.backends.megatron_model import build_gpt_model, dense_shape, local_weights
+from psrl.trainer.backends.experts import Dealt
+from psrl.trainer.backends.hf_mapping import EMBEDDING, OUTPUT, Kind, Rule
+from psrl.trainer.backends.megatron_layout import PREFIX, Layout, Place, init_layout
+from psrl.trainer.backends.megatron_model import LocalWeights, build_gpt_model, local_weights, model_sizes
 from psrl.trainer.backends.megatron_weights import OutsideWeights
 from psrl.trainer.backends.owners import Owners, Replicas, Tied, deal
 from psrl.trainer.backends.pipeline_parallel import (
@@ -44,6 +45,8 @@ from psrl.trainer.backends.ulysses import SharedRows
 from psrl.trainer.backends.unpadded import ATTENTIONS, Ends, attention_of, has_kernel, without_padding
 from psrl.trainer.backends.unpadded import KEY as UNPADDED_KEY
 from psrl.trainer.backends.vocab_parallel import VocabularyPart, part_entropies, part_log_probs
+
+KNOWN_IN_PARTS = ("q_layernorm.weight", "k_layernorm.weight", "mlp.router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,8 @@ class Given:
 class MegatronBackend(BackendCore):
     """Policy model, optimizer and learning-rate schedule of one trainer rank.
 
-    `model` must be the same on every rank; each keeps its part of it. ValueError, one sentence, for a model that is no dense
-    Llama, Qwen2 or Qwen3, or that the ranks cannot share evenly. Not `trainable`: frozen, without an optimizer, for
+    `model` must be the same on every rank; each keeps its part of it. ValueError, one sentence, for a model that is no Llama, Qwen2,
+    Qwen3 or Qwen3-MoE, or that the ranks cannot share evenly. Not `trainable`: frozen, without an optimizer, for
     `log_probs` only. The model stays in eval mode. Rows may have no padding (`unpadded.py`), unless ranks share them.
     """
 
@@ -76,7 +79,7 @@ class MegatronBackend(BackendCore):
         device: torch.device | str = "cpu",
     ) -> None:
         device, settings = torch.device(device), actor.megatron
-        shape, dtype = dense_shape(model.config, settings), compute_dtype(actor.mixed_precision)
+        shape, dtype = model_sizes(model.config, settings), compute_dtype(actor.mixed_precision)
         ensure_process_group(device)
         layout = init_layout(settings, device)
         super().__init__(
@@ -93,7 +96,8 @@ class MegatronBackend(BackendCore):
         self._shape, self._layout, self._tensor = shape, layout, layout.tensor
         self._stage = stage_layers(shape.num_layers, layout.pipeline.rank, layout.pipeline.size)
         self._link = Link(layout.pipeline.group, device, dtype) if layout.pipeline.size > 1 else None
-        self._model = build_gpt_model(model, shape, self._stage, self._tensor.size, dtype).to(device)
+        dealt = Dealt(layout.experts, layout.tensor)
+        self._model = build_gpt_model(model, shape, self._stage, dealt, dtype).to(device)
         self._rows = SharedRows(layout.context.group) if layout.context.size > 1 else None
         if actor.use_remove_padding and self._rows is not None:
             raise ValueError(
@@ -113,19 +117,26 @@ class MegatronBackend(BackendCore):
         self._sums: dict[str, torch.Tensor] = {}
         """Gradients of those that are stepped in another dtype."""
         self._dtype = model.dtype
+        weights = local_weights(model, self._model, shape, self._stage, dealt)
+        rules = {name: rule for name, (rule, _) in weights.items()}
         self._owners = _owners(
-            layout, self._seen, _tied(layout, self._stage) if shape.tied else None, settings.use_distributed_optimizer
+            layout,
+            self._seen,
+            rules,
+            _tied(layout, self._stage) if shape.tied else None,
+            settings.use_distributed_optimizer,
         )
-        self._take_weights(model, trainable)
+        self._take_weights(weights, trainable)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._outside = OutsideWeights(shapes, rules, shape, layout, self._owners)
         if trainable:
             self._make_optimizer(actor)
         else:
             self._model.requires_grad_(False)
 
-    def _take_weights(self, source: PreTrainedModel, trainable: bool) -> None:
+    def _take_weights(self, weights: LocalWeights, trainable: bool) -> None:
         """Copy this rank's part of the source into the layers. Where they compute in another dtype than the source's, the optimizer
         has weights of its own in that one, and gradients of micro-batches are added in it."""
-        weights = local_weights(source, self._model, self._shape, self._stage, self._tensor)
         for name, seen in self._seen.items():
             _, weight = weights[name]
             with torch.no_grad():
@@ -136,13 +147,6 @@ class MegatronBackend(BackendCore):
             if self._owners.owns(name):
                 own = weight.to(self.device, copy=True).requires_grad_() if other else seen
                 self._parameters[name] = own
-        self._outside = OutsideWeights(
-            {name: tuple(parameter.shape) for name, parameter in source.named_parameters()},
-            {name: rule for name, (rule, _) in weights.items()},
-            self._shape,
-            self._layout,
-            self._owners.replicas,
-        )
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """See TrainBackend. Collective."""
@@ -268,23 +272,27 @@ class MegatronBackend(BackendCore):
             seen.grad = None
 
     def _clip_gradients(self) -> float:
-        """Gradients are added where they are stepped. Heads of one rank only give each q and k norm its gradient there: these are
-        added over tensor-parallel ranks too. A tensor that several ranks have whole counts once in the norm."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
+        """Gradients are added where they are stepped. Of q and k norms and routers each tensor-parallel rank knows only what its own
+        heads and experts say: these are added over those ranks too. A tensor that several ranks have whole counts once in the norm."""
+        cut, whole, experts = squares = torch.zeros(3, dtype=torch.float64, device=self.device)
         for name in self._seen:
             gradient = self._gradient(name)
             assert gradient is not None
-            if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and self._tensor.size > 1:
+            if name.endswith(KNOWN_IN_PARTS) and self._tensor.size > 1:
                 dist.all_reduce(gradient, group=self._tensor.group)
             self._owners.add_gradients(name, gradient)
             if name in self._parameters:
                 self._parameters[name].grad = gradient
-                whole = int(self._outside.is_whole(name))
-                squares[whole] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+                kind = experts if name in self._owners.experts else whole if self._outside.is_whole(name) else cut
+                kind += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
         if self._tensor.size > 1:
-            dist.all_reduce(squares[:1], group=self._tensor.group)
+            for parts in (cut, experts):
+                dist.all_reduce(parts, group=self._tensor.group)
         if self._owners.replicas.owners is not None:
-            dist.all_reduce(squares, group=self._owners.replicas.group)
+            dist.all_reduce(squares[:2], group=self._owners.replicas.group)
+        if self._owners.expert_replicas is not None:
+            stepped_once = self._owners.expert_replicas.owners is not None
+            dist.all_reduce(experts, group=(self._layout.replicas if stepped_once else self._layout.experts).group)
         if self._link is not None:
             dist.all_reduce(squares, group=self._link.group)
         norm = squares.sum().sqrt()
@@ -312,18 +320,28 @@ class MegatronBackend(BackendCore):
         self._outside.restore(kind, state, values)
 
 
-def _owners(layout: Layout, seen: Mapping[str, torch.Tensor], tied: Tied | None, distributed: bool) -> Owners:
-    place = layout.replicas
+def _owners(
+    layout: Layout, seen: Mapping[str, torch.Tensor], rules: Mapping[str, Rule], tied: Tied | None, distributed: bool
+) -> Owners:
+    experts = frozenset(name for name, rule in rules.items() if rule.kind is Kind.EXPERTS)
     copied = tied.name if tied is not None and tied.is_copy else None
-    sizes = {name: weight.numel() for name, weight in seen.items() if name != copied}
+    others = {name: weight.numel() for name, weight in seen.items() if name != copied and name not in experts}
+    replicas = _replicas(layout.replicas, others, distributed)
+    if not experts:
+        return Owners(replicas, tied)
+    sizes = {name: weight.numel() for name, weight in seen.items() if name in experts}
+    return Owners(replicas, tied, _replicas(layout.expert_replicas, sizes, distributed), experts)
+
+
+def _replicas(place: Place, sizes: Mapping[str, int], distributed: bool) -> Replicas:
     if not distributed or place.size == 1:
-        return Owners(Replicas(place.group, place.rank, place.size, None), tied)
+        return Replicas(place.group, place.rank, place.size, None)
     if place.size > len(sizes):
         raise ValueError(
             f"{PREFIX}use_distributed_optimizer=True deals {len(sizes)} parameters to {place.size} ranks: set it to False for so "
             "small a model"
         )
-    return Owners(Replicas(place.group, place.rank, place.size, deal(sizes, place.size)), tied)
+    return Replicas(place.group, place.rank, place.size, deal(sizes, place.size))
 
 
 def _tied(layout: Layout, stage: StageLayers) -> Tied | None:

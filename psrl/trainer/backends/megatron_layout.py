@@ -38,7 +38,8 @@ class Place:
 class Layout:
     """`tensor` ranks share each layer's matrices, `pipeline` ranks the layers, `context` ranks each row, `data` ranks the samples.
     `replicas` have the same parameters: data x context. `embedding`: the first and the last stage, None between them.
-    `mesh` has the dimensions pipeline, replicas, tensor; None for a single rank."""
+    `mesh` has the dimensions pipeline, replicas, tensor; None for a single rank. Of the replicas, `experts` ranks side by side share the
+    experts, `expert_replicas` have the same ones; `expert_mesh` has the dimensions pipeline, expert_replicas, experts, tensor."""
 
     tensor: Place
     pipeline: Place
@@ -47,6 +48,9 @@ class Layout:
     replicas: Place
     embedding: dist.ProcessGroup | None
     mesh: DeviceMesh | None
+    experts: Place
+    expert_replicas: Place
+    expert_mesh: DeviceMesh | None
 
 
 def init_layout(settings: MegatronConfig, device: torch.device) -> Layout:
@@ -60,11 +64,24 @@ def init_layout(settings: MegatronConfig, device: torch.device) -> Layout:
     ranks, asked = dist.get_world_size(), " x ".join(f"{name}={size}" for name, size in sizes.items())
     if ranks % (tensor * stages * context):
         raise ValueError(f"{PREFIX}{asked} does not divide the {ranks} trainer ranks")
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            **sizes, expert_model_parallel_size=settings.expert_model_parallel_size
+    replicas, experts = ranks // tensor // stages, settings.expert_model_parallel_size
+    if replicas % experts:
+        raise ValueError(
+            f"{PREFIX}expert_model_parallel_size={experts} does not divide the {replicas} ranks that have the same layers"
         )
-    shape, names = (stages, ranks // tensor // stages, tensor), ("pipeline", "replicas", "tensor")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(**sizes)
+    mesh = expert_mesh = None
+    if ranks > 1:
+        mesh = init_device_mesh(
+            device.type, (stages, replicas, tensor), mesh_dim_names=("pipeline", "replicas", "tensor")
+        )
+        expert_mesh = init_device_mesh(
+            device.type,
+            (stages, replicas // experts, experts, tensor),
+            mesh_dim_names=("pipeline", "expert_replicas", "experts", "tensor"),
+        )
+    alone = Place(parallel_state.get_tensor_model_parallel_group())  # of a single rank
     layout = Layout(
         tensor=Place(parallel_state.get_tensor_model_parallel_group()),
         pipeline=Place(parallel_state.get_pipeline_model_parallel_group()),
@@ -72,7 +89,10 @@ def init_layout(settings: MegatronConfig, device: torch.device) -> Layout:
         data=Place(parallel_state.get_data_parallel_group()),
         replicas=Place(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         embedding=parallel_state.get_embedding_group(check_initialized=False),
-        mesh=init_device_mesh(device.type, shape, mesh_dim_names=names) if ranks > 1 else None,
+        mesh=mesh,
+        experts=Place(expert_mesh["experts"].get_group()) if expert_mesh else alone,
+        expert_replicas=Place(expert_mesh["expert_replicas"].get_group()) if expert_mesh else alone,
+        expert_mesh=expert_mesh,
     )
     if (layout.tensor.size, layout.pipeline.size, layout.context.size) != (tensor, stages, context):
         raise ValueError(f"{PREFIX}{asked}, but another model of this process has other sizes")

@@ -1,7 +1,7 @@
-"""A Megatron-core GPT model from a Hugging Face one: its configuration, its layer spec, and the two parts of our own.
+"""A Megatron-core GPT model from a Hugging Face one: its configuration, its layer spec, and the parts of our own.
 
 Megatron's attention and rotary embedding expect CUDA and rows that start at position 0. Ours run wherever PyTorch runs, and
-take positions and masks from the micro-batch, so that several responses may stand behind one prompt.
+take positions and masks from the micro-batch, so that several responses may stand behind one prompt. Experts: `experts.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ with warnings.catch_warnings():  # without Apex and TransformerEngine it says so
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from psrl.config.backend_checks import MEGATRON_MODELS
 from psrl.config.megatron import MegatronConfig
-from psrl.trainer.backends.hf_mapping import Dense, Rule, block, join_local, padded_vocabulary, rules
-from psrl.trainer.backends.megatron_layout import PREFIX, Place
+from psrl.trainer.backends.experts import Dealt, ExpertLayer, Routing
+from psrl.trainer.backends.hf_mapping import Kind, Rule, Sizes, block, join_local, padded_vocabulary, rules
+from psrl.trainer.backends.megatron_layout import PREFIX
 from psrl.trainer.backends.pipeline_parallel import StageLayers
 from psrl.trainer.backends.ulysses import SharedRows
 from psrl.trainer.backends.unpadded import Attention, Ends
@@ -33,7 +34,7 @@ LocalWeights = dict[str, tuple[Rule, torch.Tensor]]
 OTHER = "use train_actor_rollout_ref.actor.strategy=fsdp2"
 
 
-def dense_shape(config: PretrainedConfig, settings: MegatronConfig) -> Dense:
+def model_sizes(config: PretrainedConfig, settings: MegatronConfig) -> Sizes:
     """The sizes of a Hugging Face model that ranks can share as `settings` say; ValueError, one sentence, for what cannot be."""
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     bias = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
@@ -46,11 +47,14 @@ def dense_shape(config: PretrainedConfig, settings: MegatronConfig) -> Dense:
             f"{config.hidden_act} and rope type {rope}; the megatron backend has full attention, no biases, silu and "
             f"{'/'.join(ROPE_TYPES)} only: {OTHER}"
         )
+    experts = config.num_experts if config.model_type == "qwen3_moe" else 0
+    if experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):
+        raise ValueError(f"this {config.model_type} model has dense layers among those with experts: {OTHER}")
     divided = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,
         "hidden size": config.hidden_size,
-        "feed-forward size": config.intermediate_size,
+        "feed-forward size": 0 if experts else config.intermediate_size,
     }
     size, context = settings.tensor_model_parallel_size, settings.context_parallel_size
     for what, number in divided.items():
@@ -58,6 +62,16 @@ def dense_shape(config: PretrainedConfig, settings: MegatronConfig) -> Dense:
             raise ValueError(
                 f"{PREFIX}tensor_model_parallel_size={size} does not divide the model's {what} ({number}): choose a divisor"
             )
+    sharing = settings.expert_model_parallel_size
+    if not experts and sharing > 1:
+        raise ValueError(
+            f"{PREFIX}expert_model_parallel_size={sharing} has no meaning for a model without experts: use 1"
+        )
+    if experts % (sharing * size):
+        raise ValueError(
+            f"{PREFIX}expert_model_parallel_size={sharing} x tensor_model_parallel_size={size} does not divide the model's {experts} "
+            "experts: choose divisors"
+        )
     if config.num_attention_heads // size % context:
         raise ValueError(
             f"{PREFIX}context_parallel_size={context} does not divide the {config.num_attention_heads // size} attention heads of "
@@ -68,26 +82,32 @@ def dense_shape(config: PretrainedConfig, settings: MegatronConfig) -> Dense:
             f"{PREFIX}pipeline_model_parallel_size={settings.pipeline_model_parallel_size} is more than the model's "
             f"{config.num_hidden_layers} layers: use fewer stages"
         )
-    return Dense(
+    return Sizes(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         qkv_bias=config.model_type == "qwen2",
-        qk_norm=config.model_type == "qwen3",
+        qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         tied=bool(config.tie_word_embeddings),
+        num_experts=experts,
     )
 
 
 def build_gpt_model(
-    source: PreTrainedModel, shape: Dense, stage: StageLayers, size: int, dtype: torch.dtype
+    source: PreTrainedModel, shape: Sizes, stage: StageLayers, dealt: Dealt, dtype: torch.dtype
 ) -> GPTModel:
-    """An uninitialised stage of a model of `size` tensor-parallel ranks; `local_weights` fill it. Needs Megatron's process groups.
+    """An uninitialised stage of this rank's part of a model; `local_weights` fill it. Needs Megatron's process groups.
     To Megatron it is a model of its own with fewer layers, so that any number of layers may be dealt to the stages."""
-    config = source.config
+    config, size = source.config, dealt.tensor.size
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    if shape.num_experts:
+        routing = Routing(
+            config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, bool(config.norm_topk_prob)
+        )
+        spec.submodules.mlp = ModuleSpec(ExpertLayer, params={"routing": routing, "dealt": dealt})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is deprecated in Megatron's own calls
         model = GPTModel(
@@ -106,7 +126,7 @@ def build_gpt_model(
 
 
 def local_weights(
-    source: PreTrainedModel, model: GPTModel, shape: Dense, stage: StageLayers, tensor: Place
+    source: PreTrainedModel, model: GPTModel, shape: Sizes, stage: StageLayers, dealt: Dealt
 ) -> LocalWeights:
     """This rank's part of `source` for each parameter of its stage `model`, with its rule, in the model's order. Tensors may be
     views of the source's. ValueError if the two models have different tensors."""
@@ -119,14 +139,15 @@ def local_weights(
         raise ValueError(f"{type(source).__name__} has tensors that the megatron backend does not map: {different[:3]}")
 
     def part(rule: Rule) -> torch.Tensor:
-        blocks = [block(theirs[name].detach(), rule.dim, tensor.rank, tensor.size) for name in rule.hugging_face]
-        return join_local(rule, blocks, shape, tensor.size)
+        place = dealt if rule.kind is Kind.EXPERTS else dealt.tensor
+        blocks = [block(theirs[name].detach(), rule.dim, place.rank, place.size) for name in rule.hugging_face]
+        return join_local(rule, blocks, shape, dealt.tensor.size)
 
     return {name: (found[name], part(found[name])) for name in ours}
 
 
 def _transformer_config(
-    config: PretrainedConfig, shape: Dense, num_layers: int, size: int, dtype: torch.dtype
+    config: PretrainedConfig, shape: Sizes, num_layers: int, size: int, dtype: torch.dtype
 ) -> TransformerConfig:
     return TransformerConfig(
         num_layers=num_layers,

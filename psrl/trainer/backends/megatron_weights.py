@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from psrl.trainer.backends.base import WeightShard
 from psrl.trainer.backends.core import row_range
-from psrl.trainer.backends.hf_mapping import Dense, Kind, Rule, join_local, split_local
+from psrl.trainer.backends.experts import Dealt
+from psrl.trainer.backends.hf_mapping import Kind, Rule, Sizes, join_local, split_local
 from psrl.trainer.backends.megatron_layout import Layout
-from psrl.trainer.backends.owners import Replicas
+from psrl.trainer.backends.owners import Owners
 
 
 class OutsideWeights:
@@ -24,14 +25,19 @@ class OutsideWeights:
         self,
         shapes: Mapping[str, tuple[int, ...]],
         rules: Mapping[str, Rule],
-        shape: Dense,
+        shape: Sizes,
         layout: Layout,
-        replicas: Replicas,
+        owners: Owners,
     ) -> None:
-        self.shapes, self._rules, self._shape, self._replicas = shapes, rules, shape, replicas
-        self._tensor, self._mesh = layout.tensor, layout.mesh
-        if layout.mesh is not None:  # of the ranks that step the same
-            self._mesh = layout.mesh["tensor"] if replicas.owners else layout.mesh["replicas", "tensor"]
+        self.shapes, self._rules, self._shape, self._owners = shapes, rules, shape, owners
+        self._tensor, self._dealt = layout.tensor, Dealt(layout.experts, layout.tensor)
+        self._mesh, self._expert_mesh = layout.mesh, layout.expert_mesh
+        if layout.mesh is not None and layout.expert_mesh is not None:  # of the ranks that step the same
+            alone = owners.replicas.owners is not None
+            self._mesh = layout.mesh["tensor"] if alone else layout.mesh["replicas", "tensor"]
+            sharing = ("experts", "tensor")
+            alone = owners.expert_replicas is None or owners.expert_replicas.owners is not None
+            self._expert_mesh = layout.expert_mesh[sharing if alone else ("expert_replicas", *sharing)]
 
     def shards(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[WeightShard]:
         """This rank's rows of every tensor of the model, none of many. Collective. What several ranks step alike is published once,
@@ -40,7 +46,7 @@ class OutsideWeights:
         for name, parameter in parameters.items():
             rule = self._rules[name]
             for hf, part in zip(rule.hugging_face, self._split(rule, parameter.detach()), strict=True):
-                start, rows, holders, holder = self._rows(rule, part)
+                start, rows, holders, holder = self._rows(name, rule, part)
                 first, end = row_range(len(rows), holder, holders)
                 own[hf] = WeightShard(
                     name=hf, full_shape=self.shapes[hf], row_start=start + first, local=rows[first:end]
@@ -50,10 +56,12 @@ class OutsideWeights:
             nothing = some.new_empty(0, *shape[1:])
             yield own.get(hf) or WeightShard(name=hf, full_shape=shape, row_start=0, local=nothing)
 
-    def _rows(self, rule: Rule, part: torch.Tensor) -> tuple[int, torch.Tensor, int, int]:
+    def _rows(self, name: str, rule: Rule, part: torch.Tensor) -> tuple[int, torch.Tensor, int, int]:
         """(first row, rows, ranks that have and step them, place among these)."""
-        alone = self._replicas.owners is not None
-        replica, replicas = (0, 1) if alone else (self._replicas.rank, self._replicas.size)
+        held = self._owners.replicas_of(name)
+        replica, replicas = (0, 1) if held.owners is not None else (held.rank, held.size)
+        if rule.kind is Kind.EXPERTS:
+            return self._dealt.rank * len(part), part, replicas, replica
         if rule.dim is None:
             return 0, part, replicas * self._tensor.size, replica * self._tensor.size + self._tensor.rank
         if rule.dim == 1:
@@ -98,10 +106,13 @@ class OutsideWeights:
         return split_local(rule, local, self._shape, self._tensor.rank, self._tensor.size)
 
     def _distributed(self, rule: Rule, hf: str, part: torch.Tensor) -> torch.Tensor:
-        if self._mesh is None:
+        mesh = self._expert_mesh if rule.kind is Kind.EXPERTS else self._mesh
+        if mesh is None:
             return part
         full = torch.Size(self.shapes[hf])
         stride = torch.empty(full, device="meta").stride()
-        cut = Replicate() if rule.dim is None else Shard(rule.dim)
-        placements = [cut] if self._mesh.ndim == 1 else [Replicate(), cut]
-        return DTensor.from_local(part.contiguous(), self._mesh, placements, run_check=False, shape=full, stride=stride)
+        cut = [Replicate() if rule.dim is None else Shard(rule.dim)]
+        if rule.kind is Kind.EXPERTS:  # over two dimensions
+            cut = 2 * cut
+        placements = cut if mesh.ndim == len(cut) else [Replicate(), *cut]
+        return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=full, stride=stride)

@@ -68,26 +68,36 @@ class Tied:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Both together, for the parameters of one stage."""
+    """All together, for the parameters of one stage. `expert_replicas`: the ranks that hold the same experts, whose parameters are
+    `experts`; all others are held by all `replicas`."""
 
     replicas: Replicas
     tied: Tied | None = None
+    expert_replicas: Replicas | None = None
+    experts: frozenset[str] = frozenset()
+
+    def replicas_of(self, name: str) -> Replicas:
+        """Those that hold it."""
+        if name not in self.experts:
+            return self.replicas
+        assert self.expert_replicas is not None
+        return self.expert_replicas
 
     def owns(self, name: str) -> bool:
         """Whether this rank steps it."""
-        return not self._is_copy(name) and self.replicas.owns(name)
+        return not self._is_copy(name) and self.replicas_of(name).owns(name)
 
     def add_gradients(self, name: str, gradient: torch.Tensor) -> None:
         """Add those of all ranks that hold it, in place, where it is stepped. Collective."""
         if self.tied is not None and self.tied.name == name:
             dist.reduce(gradient, group_dst=0, group=self.tied.group)
         if not self._is_copy(name):
-            self.replicas.add_gradients(name, gradient)
+            self.replicas_of(name).add_gradients(name, gradient)
 
     def spread_weight(self, name: str, weight: torch.Tensor) -> None:
         """The owner's weight on all ranks that hold it, in place. Collective."""
         if not self._is_copy(name):
-            self.replicas.spread_weight(name, weight)
+            self.replicas_of(name).spread_weight(name, weight)
         if self.tied is not None and self.tied.name == name:
             dist.broadcast(weight, group_src=0, group=self.tied.group)
 

@@ -1,0 +1,155 @@
+"""Experts in the place of Megatron's feed-forward layer. Each rank has some of them whole; tokens travel to their experts and back.
+
+Experts are dealt to expert-parallel x tensor-parallel ranks. Expert-parallel ranks have samples of their own and exchange tokens
+all-to-all (Lepikhin et al. 2020, arXiv:2006.16668); tensor-parallel ranks have the same tokens, so each sends those of its own experts
+and the results are added. Routing is that of Qwen3-MoE: softmax over all experts in float32, the best k, made to sum to 1 if asked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+with warnings.catch_warnings():  # without Apex and TransformerEngine it says so at length, and works
+    warnings.simplefilter("ignore")
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+    )
+    from megatron.core.transformer import TransformerConfig
+
+from psrl.trainer.backends.megatron_layout import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """`per_token`: experts that see a token; `normalized`: their weights sum to 1."""
+
+    num_experts: int
+    per_token: int
+    width: int
+    normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """The ranks that the experts are dealt to, in order: equally many to each, the tensor-parallel ranks of one place of `exchange`
+    side by side."""
+
+    exchange: Place
+    tensor: Place
+
+    @property
+    def size(self) -> int:
+        return self.exchange.size * self.tensor.size
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank * self.tensor.size + self.tensor.rank
+
+
+class ExpertLayer(torch.nn.Module):
+    """This rank's experts and the router, which every rank has. Uninitialised. The number of tokens may differ between ranks; that of
+    calls may not."""
+
+    def __init__(self, config: TransformerConfig, routing: Routing, dealt: Dealt, **_: Any) -> None:
+        super().__init__()
+        self._routing, self._dealt = routing, dealt
+        here, hidden, dtype = routing.num_experts // dealt.size, config.hidden_size, config.params_dtype
+        self.router = torch.nn.Parameter(torch.empty(routing.num_experts, hidden, dtype=dtype))
+        self.gate_up = torch.nn.Parameter(torch.empty(here, 2 * routing.width, hidden, dtype=dtype))
+        self.down = torch.nn.Parameter(torch.empty(here, hidden, routing.width, dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """[length, rows, hidden] -> the same, and Megatron's place for a bias."""
+        group = self._dealt.tensor.group
+        tokens = copy_to_tensor_model_parallel_region(hidden, group=group).flatten(0, 1)
+        weights, chosen = self._route(tokens)
+        out = self._through_experts(tokens, weights.flatten(), chosen.flatten())
+        return reduce_from_tensor_model_parallel_region(out, group=group).view_as(hidden), None
+
+    def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and numbers of each token's experts, [tokens, per_token]."""
+        probabilities = F.linear(tokens, self.router).softmax(-1, dtype=torch.float32)
+        weights, chosen = probabilities.topk(self._routing.per_token, dim=-1)
+        if self._routing.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(tokens.dtype), chosen
+
+    def _through_experts(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The sum over each token's experts that this tensor-parallel rank answers for, [tokens, hidden]."""
+        dealt, here = self._dealt, len(self.gate_up)
+        mine = (chosen // here % dealt.tensor.size == dealt.tensor.rank).nonzero().squeeze(-1)
+        order = mine[chosen[mine].argsort(stable=True)]
+        to_expert = chosen[order].bincount(minlength=self._routing.num_experts)
+        sent = to_expert.view(dealt.exchange.size, dealt.tensor.size, here)[:, dealt.tensor.rank].contiguous()
+        whose = order // self._routing.per_token
+
+        arrivals = Arrivals(sent, dealt.exchange)
+        results = arrivals.send_back(self._experts(arrivals.fetch(tokens[whose]), arrivals.of_expert))
+        return torch.zeros_like(tokens).index_add(0, whose, results * weights[order, None])
+
+    def _experts(self, inputs: torch.Tensor, of_expert: list[int]) -> torch.Tensor:
+        """`of_expert` rows for each of this rank's experts, one after the other. One without rows still has a gradient: zero."""
+        outputs = []
+        for number, rows in enumerate(inputs.split(of_expert)):
+            gate, up = F.linear(rows, self.gate_up[number]).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, self.down[number]))
+        return torch.cat(outputs)
+
+
+class Arrivals:
+    """One exchange: rows sorted by expert at each sender, at the receiver by expert over all senders. `sent`: how many this rank sends
+    to each expert of each rank, [ranks, experts of a rank]. Asks the device once for the numbers."""
+
+    def __init__(self, sent: torch.Tensor, ranks: Place) -> None:
+        self._ranks = ranks
+        received = sent
+        if ranks.size > 1:
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=ranks.group)
+        out, come = torch.stack([sent, received]).tolist()
+        self._out, self._come = [sum(each) for each in out], [sum(each) for each in come]
+        self.of_expert = [sum(each) for each in zip(*come, strict=True)]
+        number = torch.arange(sent.shape[1], device=sent.device).repeat(len(sent)).repeat_interleave(received.flatten())
+        self._by_expert = number.argsort(stable=True)
+        self._as_arrived = self._by_expert.argsort()
+
+    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Everybody's rows for this rank's experts."""
+        return self._exchange(rows, self._out, self._come)[self._by_expert]
+
+    def send_back(self, results: torch.Tensor) -> torch.Tensor:
+        """Results in the order of `fetch` -> those of this rank's own rows, in the order in which they were sent."""
+        return self._exchange(results[self._as_arrived], self._come, self._out)
+
+    def _exchange(self, rows: torch.Tensor, out: list[int], come: list[int]) -> torch.Tensor:
+        if self._ranks.size == 1:
+            return rows
+        exchanged: torch.Tensor = _Exchange.apply(rows, out, come, self._ranks.group)  # type: ignore[no-untyped-call]
+        return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of unequal parts; gradients go the same ways back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, out: list[int], come: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.splits, ctx.group = (out, come), group
+        received = rows.new_empty(sum(come), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), come, out, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        out, come = ctx.splits
+        back = gradient.new_empty(sum(out), *gradient.shape[1:])
+        dist.all_to_all_single(back, gradient.contiguous(), out, come, group=ctx.group)
+        return back, None, None, None
