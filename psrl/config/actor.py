@@ -35,7 +35,7 @@ class PolicyLossConfig:
 @dataclass
 class ActorConfig:
     strategy: str = "fsdp2"
-    """Trainer backend: fsdp2 | megatron (needs the extra psrl[megatron]; dense Llama, Qwen2 and Qwen3)."""
+    """Trainer backend: fsdp2 | megatron (needs the extra psrl[megatron]; Llama, Qwen2, Qwen3 and Qwen3-MoE)."""
     ppo_mini_batch_size: int | None = None
     """Groups an optimizer step; null: the whole buffer."""
     ppo_micro_batch_size_per_gpu: int | None = None

@@ -104,8 +104,10 @@ VARIANTS = [
         marks=[MEGATRON, pytest.mark.slow],
     ),
     pytest.param(Variant("experts-fsdp2-2", 2, {}, experts=4)),
-    pytest.param(Variant("experts-ulysses-2", 2, {"ulysses_sequence_parallel_size": 2}, experts=4)),
-    pytest.param(Variant("experts-unpadded-2", 2, {"use_remove_padding": True}, experts=4)),
+    pytest.param(
+        Variant("experts-ulysses-2", 2, {"ulysses_sequence_parallel_size": 2}, experts=4), marks=pytest.mark.slow
+    ),
+    pytest.param(Variant("experts-unpadded-2", 2, {"use_remove_padding": True}, experts=4), marks=pytest.mark.slow),
     with_experts("megatron-1", 1),
     with_experts("megatron-tp2", 2, tensor_model_parallel_size=2),
     with_experts("megatron-ep2", 2, expert_model_parallel_size=2),

@@ -6,7 +6,10 @@ take positions and masks from the micro-batch, so that several responses may sta
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,7 +111,7 @@ def build_gpt_model(
             config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, bool(config.norm_topk_prob)
         )
         spec.submodules.mlp = ModuleSpec(ExpertLayer, params={"routing": routing, "dealt": dealt})
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _no_notice_of_our_layers():
         warnings.simplefilter("ignore")  # of what is deprecated in Megatron's own calls
         model = GPTModel(
             _transformer_config(config, shape, len(stage.layers), size, dtype),
@@ -144,6 +147,18 @@ def local_weights(
         return join_local(rule, blocks, shape, dealt.tensor.size)
 
     return {name: (found[name], part(found[name])) for name in ours}
+
+
+@contextmanager
+def _no_notice_of_our_layers() -> Iterator[None]:
+    """Megatron warns of each feed-forward layer that is none of its own, and takes it as it should."""
+    log = logging.getLogger("megatron.core.transformer.transformer_layer")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _transformer_config(
