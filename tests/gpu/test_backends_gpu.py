@@ -34,6 +34,9 @@ VARIANTS = [
     pytest.param({"use_remove_padding": True, "use_torch_compile": True}, id="unpadded, compiled"),
     pytest.param({"strategy": "megatron"}, marks=MEGATRON, id="megatron"),
     pytest.param({"strategy": "megatron", "use_remove_padding": True}, marks=MEGATRON, id="megatron, unpadded"),
+    pytest.param({"experts": 4}, id="fsdp2, experts"),
+    pytest.param({"experts": 4, "use_torch_compile": True}, id="compiled, experts"),
+    pytest.param({"experts": 4, "strategy": "megatron"}, marks=MEGATRON, id="megatron, experts"),
 ]
 SPREAD = [variant for variant in ALL if variant.values[0].world_size == 2]
 STEPS = 4
@@ -47,13 +50,14 @@ def exact_and_alone():
     yield
 
 
-def on(device: str, seed: int = 0, **actor) -> BackendCore:
-    return make_backend(make_model(seed=seed), make_actor(**settings({"actor": actor})), temperature=0.8, device=device)
+def on(device: str, seed: int = 0, experts: int = 0, **actor) -> BackendCore:
+    model = make_model(seed=seed, experts=experts)
+    return make_backend(model, make_actor(**settings({"actor": actor})), temperature=0.8, device=device)
 
 
 @pytest.mark.parametrize("actor", VARIANTS)
 def test_log_probs_curve_and_checkpoint_are_those_of_the_cpu(actor, tmp_path):
-    cpu, gpu = on("cpu"), on("cuda", **actor)
+    cpu, gpu = on("cpu", experts=actor.get("experts", 0)), on("cuda", **actor)
     expected, got = log_probs_by_row(cpu, shared=gpu.can_share_prompts), log_probs_by_row(gpu)
     assert got.keys() == expected.keys()
     for row, values in expected.items():
@@ -118,7 +122,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         for name in ("shards", "log_probs"):
             (path / name).mkdir()
         task = {
-            "steps": STEPS, "save_at": [2], "cap": 15, "device": "cuda", "background": True, "actor": variant.actor,
+            "steps": STEPS, "save_at": [2], "cap": 15, "device": "cuda", "background": True, "actor": variant.actor, "experts": variant.experts,
             "shards": str(path / "shards"), "log_probs": str(path / "log_probs"),
         }  # fmt: skip
         return path, pool.submit(launch, path, 2, **task)
@@ -134,7 +138,7 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 @pytest.mark.parametrize("variant", SPREAD, ids=lambda variant: variant.name)
 def test_two_gpus_train_like_one_cpu_rank(variant, spread):
     tmp_path, curve = spread(variant.name)
-    cpu = on("cpu")
+    cpu = on("cpu", experts=variant.experts)
     for row, values in log_probs_by_row(cpu, shared=not variant.actor.get("use_remove_padding")).items():
         ranks = [torch.load(tmp_path / "log_probs" / f"{rank}.pt", weights_only=False) for rank in range(2)]
         got = [rank[row] for rank in ranks if row in rank]
@@ -149,7 +153,7 @@ def test_two_gpus_train_like_one_cpu_rank(variant, spread):
         rows = weights[shard.name][shard.row_start : shard.row_start + len(shard.local)]
         torch.testing.assert_close(shard.local, rows, rtol=0, atol=1e-4)
     assert sum(shard.local.numel() for rank in parts for shard in rank) == sum(w.numel() for w in weights.values())
-    again = on("cpu", seed=1)
+    again = on("cpu", seed=1, experts=variant.experts)
     again.load(tmp_path / "checkpoints" / "step_2")
     assert train_step(again, 2) == pytest.approx(curve[2], rel=5e-4, abs=1e-5)
 

@@ -49,8 +49,16 @@ TURNS = {
 }
 
 
+EXPERTS = {"psrl.staleness": 1, "model.tiny.num_experts": 4, "model.tiny.intermediate_size": 256}
+
+
 @pytest.mark.parametrize(
-    "changes", [pytest.param({"psrl.staleness": 1}, id="side-by-side"), pytest.param(TURNS, id="in-turns", marks=SAVER)]
+    "changes",
+    [
+        pytest.param({"psrl.staleness": 1}, id="side-by-side"),
+        pytest.param(TURNS, id="in-turns", marks=SAVER),
+        pytest.param(EXPERTS, id="experts"),
+    ],
 )
 def test_a_run_on_one_gpu_trains_what_its_own_weights_made(changes, tmp_path):
     run = Run(tmp_path / "run", {**BASE, **changes})
