@@ -7,6 +7,7 @@ trainer's interpreter is busy. One that has ended is begun anew for the next rea
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -21,7 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from psrl.protocol.weights import SharedSlot
-from psrl.supervisor.process import describe_exit
+from psrl.supervisor.process import describe_exit, has_ended
 from psrl.weights.channel.nixl_agent import TransferAgent, TransferError
 from psrl.weights.memory import map_shared
 
@@ -71,17 +72,18 @@ class HostServer:
     def offer(self) -> Offer | None:
         """None while a process starts; ask again after `changed`. TransferError if it could not: the next call tries again."""
         process = self._process
-        if process is not None and process.failure is not None:
-            self._process = None
-            raise TransferError(f"host memory cannot be offered to other hosts: {process.failure}")
-        if process is None or process.ended:
+        if process is not None and (process.ended or process.failure is not None):
+            self.close()
+            if process.failure is not None:
+                raise TransferError(f"host memory cannot be offered to other hosts: {process.failure}")
+        if self._process is None:
             self._started += 1
             order = _Order(f"{self._name}-{self._started}", self._segment)
             try:
-                process = self._process = _Process(order, self._changed)
+                self._process = _Process(order, self._changed)
             except OSError as error:
                 raise TransferError(f"no process can be started that offers host memory: {error}") from error
-        return process.offer
+        return self._process.offer
 
     @property
     def pid(self) -> int | None:
@@ -106,7 +108,6 @@ class _Process:
     def __init__(self, order: _Order, changed: Callable[[], None]) -> None:
         self.offer: Offer | None = None
         self.failure: str | None = None
-        self.ended = False
         self._changed, self._closing, self._reading = changed, False, False
         self._channel, theirs = socket.socketpair()
         with theirs:
@@ -125,17 +126,25 @@ class _Process:
         self._thread = threading.Thread(target=self._follow, name=order.agent, daemon=True)
         self._thread.start()
 
+    @property
+    def ended(self) -> bool:
+        try:
+            return has_ended(self._process)
+        except ProcessLookupError:  # it is being reaped
+            return True
+
     def serve(self, reading: bool) -> None:
         if reading != self._reading and self.offer is not None and not self.ended:
             self._reading = reading
-            try:
+            with contextlib.suppress(OSError):  # it has just ended: the reader notices, and asks for the next
                 self._channel.sendall(_READING if reading else _IDLE)
-            except OSError:
-                pass  # it has just ended: the reader notices, and asks for the next
 
     def close(self) -> None:
         self._closing = True
-        self._channel.shutdown(socket.SHUT_RDWR)
+        if self.offer is None:
+            self._process.kill()  # it has not begun to listen for the end
+        with contextlib.suppress(OSError):  # it has ended
+            self._channel.shutdown(socket.SHUT_RDWR)
         self._thread.join(END_S)
         if self._thread.is_alive():
             self._process.kill()
@@ -150,7 +159,6 @@ class _Process:
             self.failure = str(error)
         self._changed()
         how = describe_exit(self._process.wait())
-        self.ended = True
         if not self._closing and self.failure is None:
             log.warning(
                 "the process that offers weights to other hosts has ended (%s); the next reader starts another", how
