@@ -33,6 +33,7 @@ LONGEST = (
     "test_backends",
     "test_examples_submitted",
     "test_weight_channel",
+    "test_weight_readers_die",
     "test_routing_live",
     "test_broadcast",
     "test_examples_run",
