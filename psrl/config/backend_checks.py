@@ -74,8 +74,8 @@ def _check_megatron(config: Config, installed: bool) -> None:
     replicas = ranks // settings.tensor_model_parallel_size // settings.pipeline_model_parallel_size
     if replicas % settings.expert_model_parallel_size:
         raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size={settings.expert_model_parallel_size} does not divide the {replicas} trainer ranks that "
-            "have the same layers: choose a divisor."
+            f"{MEGATRON}.expert_model_parallel_size={settings.expert_model_parallel_size} does not divide the trainer ranks that have "
+            f"the same layers ({replicas}): choose a divisor."
         )
 
 

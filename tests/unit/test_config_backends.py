@@ -38,7 +38,7 @@ REFUSED = [
     ({BUDGET: 99, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}, r"per_gpu=99 does not hold"),
     (
         {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2}},
-        r"actor\.megatron\.expert_model_parallel_size=4 does not divide the 2 trainer ranks that have the same layers: choose a divisor",
+        r"actor\.megatron\.expert_model_parallel_size=4 does not divide the trainer ranks that have the same layers \(2\): choose a divisor",
     ),
     (
         {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}},
