@@ -22,10 +22,7 @@ from psrl.rollout.lmcache_tier import Tier
 from psrl.rundir.endpoints import Endpoint, latest_endpoint, publish_next_endpoint
 from psrl.rundir.keys import load_keys
 from psrl.rundir.layout import RunDir
-from psrl.weights.channel.nixl_agent import TransferAgent, prepare_environment
-
-PROGRESS_S = 0.0003
-"""Pause between two looks while something moves; a socket transport stalls if it is much longer."""
+from psrl.weights.channel.nixl_agent import PROGRESS_S, TransferAgent, prepare_environment
 
 log = logging.getLogger(__name__)
 

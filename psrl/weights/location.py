@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def locate(device: torch.device) -> Location:
     """This host and, for a CUDA device, its GPU. Containers on one host have the same: they share its kernel."""
-    host, rdma = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), _has_rdma()
+    host, rdma = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), has_rdma()
     if device.type != "cuda":
         return Location(host, rdma=rdma)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -31,8 +31,8 @@ def locate(device: torch.device) -> Location:
         return Location(host, gpu, rdma=rdma)
 
 
-def _has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """InfiniBand, RoCE and EFA are all listed there."""
+def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether this host has network hardware that reads memory by itself: InfiniBand, RoCE and EFA are all listed there."""
     return devices.is_dir() and any(devices.iterdir())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from unittest.mock import patch
 
 import msgspec
@@ -19,6 +20,7 @@ from psrl.weights.channel.base import PullError, StagedWeights
 from psrl.weights.checksum import checksum, fold
 from psrl.weights.copies import LARGE_BYTES
 from psrl.weights.engine_layout import fused_place
+from psrl.weights.location import has_rdma
 from psrl.weights.mode import choose_mode
 from psrl.weights.pack import lay_out, pack
 from psrl.weights.plan import ALIGNMENT, PullPlan, Read, plan_pull, windows
@@ -396,3 +398,9 @@ def test_weights_handed_out_are_stale_after_the_next_pull_begins() -> None:
     with pytest.raises(RuntimeError, match="staged weights 3 are gone"):
         list(staged.tensors())
     assert not staging.prepare([layout((*W, 0, 4))])
+
+
+def test_network_hardware_that_reads_memory_is_seen(tmp_path: Path) -> None:
+    assert not has_rdma(tmp_path / "infiniband") and not has_rdma(tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    assert has_rdma(tmp_path)

@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # without Apex and TransformerEngine it says so
     )
     from megatron.core.transformer import TransformerConfig
 
-from psrl.trainer.backends.megatron_layout import Place
+from psrl.trainer.backends.megatron_layout import Dealt, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,6 @@ class Routing:
     per_token: int
     width: int
     normalized: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Dealt:
-    """The ranks that the experts are dealt to, in order: equally many to each, the tensor-parallel ranks of one place of `exchange`
-    side by side."""
-
-    exchange: Place
-    tensor: Place
-
-    @property
-    def size(self) -> int:
-        return self.exchange.size * self.tensor.size
-
-    @property
-    def rank(self) -> int:
-        return self.exchange.rank * self.tensor.size + self.tensor.rank
 
 
 class ExpertLayer(torch.nn.Module):
@@ -83,14 +66,13 @@ class ExpertLayer(torch.nn.Module):
 
     def _through_experts(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """The sum over each token's experts that this tensor-parallel rank answers for, [tokens, hidden]."""
-        dealt, here = self._dealt, len(self.gate_up)
-        mine = (chosen // here % dealt.tensor.size == dealt.tensor.rank).nonzero().squeeze(-1)
-        order = mine[chosen[mine].argsort(stable=True)]
-        to_expert = chosen[order].bincount(minlength=self._routing.num_experts)
+        dealt, here, experts = self._dealt, len(self.gate_up), self._routing.num_experts
+        to_expert = chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         sent = to_expert.view(dealt.exchange.size, dealt.tensor.size, here)[:, dealt.tensor.rank].contiguous()
-        whose = order // self._routing.per_token
-
         arrivals = Arrivals(sent, dealt.exchange)
+        mine = chosen // here % dealt.tensor.size == dealt.tensor.rank
+        order = chosen.where(mine, experts).argsort(stable=True)[: arrivals.num_sent]  # those of other ranks come last
+        whose = order // self._routing.per_token
         results = arrivals.send_back(self._experts(arrivals.fetch(tokens[whose]), arrivals.of_expert))
         return torch.zeros_like(tokens).index_add(0, whose, results * weights[order, None])
 
@@ -115,22 +97,23 @@ class Arrivals:
             dist.all_to_all_single(received, sent, group=ranks.group)
         out, come = torch.stack([sent, received]).tolist()
         self._out, self._come = [sum(each) for each in out], [sum(each) for each in come]
+        self.num_sent = sum(self._out)
         self.of_expert = [sum(each) for each in zip(*come, strict=True)]
-        number = torch.arange(sent.shape[1], device=sent.device).repeat(len(sent)).repeat_interleave(received.flatten())
+        """Rows for each of this rank's experts."""
+        number = torch.arange(sent.shape[1], device=sent.device).repeat(len(sent))
+        number = number.repeat_interleave(received.flatten(), output_size=sum(self._come))
         self._by_expert = number.argsort(stable=True)
         self._as_arrived = self._by_expert.argsort()
 
     def fetch(self, rows: torch.Tensor) -> torch.Tensor:
         """Everybody's rows for this rank's experts."""
-        return self._exchange(rows, self._out, self._come)[self._by_expert]
+        return rows if self._ranks.size == 1 else self._exchange(rows, self._out, self._come)[self._by_expert]
 
     def send_back(self, results: torch.Tensor) -> torch.Tensor:
         """Results in the order of `fetch` -> those of this rank's own rows, in the order in which they were sent."""
-        return self._exchange(results[self._as_arrived], self._come, self._out)
+        return results if self._ranks.size == 1 else self._exchange(results[self._as_arrived], self._come, self._out)
 
     def _exchange(self, rows: torch.Tensor, out: list[int], come: list[int]) -> torch.Tensor:
-        if self._ranks.size == 1:
-            return rows
         exchanged: torch.Tensor = _Exchange.apply(rows, out, come, self._ranks.group)  # type: ignore[no-untyped-call]
         return exchanged
 

@@ -27,7 +27,6 @@ from psrl.trainer.backends.core import (
     predictors_of,
     shared_mask,
 )
-from psrl.trainer.backends.experts import Dealt
 from psrl.trainer.backends.hf_mapping import EMBEDDING, OUTPUT, Kind, Rule
 from psrl.trainer.backends.megatron_layout import PREFIX, Layout, Place, init_layout
 from psrl.trainer.backends.megatron_model import LocalWeights, build_gpt_model, local_weights, model_sizes
@@ -96,8 +95,7 @@ class MegatronBackend(BackendCore):
         self._shape, self._layout, self._tensor = shape, layout, layout.tensor
         self._stage = stage_layers(shape.num_layers, layout.pipeline.rank, layout.pipeline.size)
         self._link = Link(layout.pipeline.group, device, dtype) if layout.pipeline.size > 1 else None
-        dealt = Dealt(layout.experts, layout.tensor)
-        self._model = build_gpt_model(model, shape, self._stage, dealt, dtype).to(device)
+        self._model = build_gpt_model(model, shape, self._stage, layout.dealt, dtype).to(device)
         self._rows = SharedRows(layout.context.group) if layout.context.size > 1 else None
         if actor.use_remove_padding and self._rows is not None:
             raise ValueError(
@@ -117,7 +115,7 @@ class MegatronBackend(BackendCore):
         self._sums: dict[str, torch.Tensor] = {}
         """Gradients of those that are stepped in another dtype."""
         self._dtype = model.dtype
-        weights = local_weights(model, self._model, shape, self._stage, dealt)
+        weights = local_weights(model, self._model, shape, self._stage, layout.dealt)
         rules = {name: rule for name, (rule, _) in weights.items()}
         self._owners = _owners(
             layout,
@@ -292,7 +290,9 @@ class MegatronBackend(BackendCore):
             dist.all_reduce(squares[:2], group=self._owners.replicas.group)
         if self._owners.expert_replicas is not None:
             stepped_once = self._owners.expert_replicas.owners is not None
-            dist.all_reduce(experts, group=(self._layout.replicas if stepped_once else self._layout.experts).group)
+            dist.all_reduce(
+                experts, group=(self._layout.replicas if stepped_once else self._layout.dealt.exchange).group
+            )
         if self._link is not None:
             dist.all_reduce(squares, group=self._link.group)
         norm = squares.sum().sqrt()

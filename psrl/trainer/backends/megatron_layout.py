@@ -35,11 +35,28 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Dealt:
+    """The ranks that the experts are dealt to, in order: equally many to each, the tensor-parallel ranks of one place of `exchange`
+    side by side."""
+
+    exchange: Place
+    tensor: Place
+
+    @property
+    def size(self) -> int:
+        return self.exchange.size * self.tensor.size
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank * self.tensor.size + self.tensor.rank
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """`tensor` ranks share each layer's matrices, `pipeline` ranks the layers, `context` ranks each row, `data` ranks the samples.
     `replicas` have the same parameters: data x context. `embedding`: the first and the last stage, None between them.
-    `mesh` has the dimensions pipeline, replicas, tensor; None for a single rank. Of the replicas, `experts` ranks side by side share the
-    experts, `expert_replicas` have the same ones; `expert_mesh` has the dimensions pipeline, expert_replicas, experts, tensor."""
+    Of the replicas, those side by side share the experts (`dealt`), and `expert_replicas` have the same ones. `mesh` has the dimensions
+    pipeline, expert_replicas, experts, tensor; None for a single rank."""
 
     tensor: Place
     pipeline: Place
@@ -47,10 +64,9 @@ class Layout:
     data: Place
     replicas: Place
     embedding: dist.ProcessGroup | None
-    mesh: DeviceMesh | None
-    experts: Place
+    dealt: Dealt
     expert_replicas: Place
-    expert_mesh: DeviceMesh | None
+    mesh: DeviceMesh | None
 
 
 def init_layout(settings: MegatronConfig, device: torch.device) -> Layout:
@@ -71,28 +87,23 @@ def init_layout(settings: MegatronConfig, device: torch.device) -> Layout:
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes)
-    mesh = expert_mesh = None
+    mesh, tensor_ranks = None, Place(parallel_state.get_tensor_model_parallel_group())
     if ranks > 1:
         mesh = init_device_mesh(
-            device.type, (stages, replicas, tensor), mesh_dim_names=("pipeline", "replicas", "tensor")
-        )
-        expert_mesh = init_device_mesh(
             device.type,
             (stages, replicas // experts, experts, tensor),
             mesh_dim_names=("pipeline", "expert_replicas", "experts", "tensor"),
         )
-    alone = Place(parallel_state.get_tensor_model_parallel_group())  # of a single rank
     layout = Layout(
-        tensor=Place(parallel_state.get_tensor_model_parallel_group()),
+        tensor=tensor_ranks,
         pipeline=Place(parallel_state.get_pipeline_model_parallel_group()),
         context=Place(parallel_state.get_context_parallel_group()),
         data=Place(parallel_state.get_data_parallel_group()),
         replicas=Place(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         embedding=parallel_state.get_embedding_group(check_initialized=False),
+        dealt=Dealt(Place(mesh["experts"].get_group()) if mesh else tensor_ranks, tensor_ranks),
+        expert_replicas=Place(mesh["expert_replicas"].get_group()) if mesh else tensor_ranks,
         mesh=mesh,
-        experts=Place(expert_mesh["experts"].get_group()) if expert_mesh else alone,
-        expert_replicas=Place(expert_mesh["expert_replicas"].get_group()) if expert_mesh else alone,
-        expert_mesh=expert_mesh,
     )
     if (layout.tensor.size, layout.pipeline.size, layout.context.size) != (tensor, stages, context):
         raise ValueError(f"{PREFIX}{asked}, but another model of this process has other sizes")

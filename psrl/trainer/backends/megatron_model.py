@@ -24,9 +24,9 @@ with warnings.catch_warnings():  # without Apex and TransformerEngine it says so
 
 from psrl.config.backend_checks import MEGATRON_MODELS
 from psrl.config.megatron import MegatronConfig
-from psrl.trainer.backends.experts import Dealt, ExpertLayer, Routing
+from psrl.trainer.backends.experts import ExpertLayer, Routing
 from psrl.trainer.backends.hf_mapping import Kind, Rule, Sizes, block, join_local, padded_vocabulary, rules
-from psrl.trainer.backends.megatron_layout import PREFIX
+from psrl.trainer.backends.megatron_layout import PREFIX, Dealt
 from psrl.trainer.backends.pipeline_parallel import StageLayers
 from psrl.trainer.backends.ulysses import SharedRows
 from psrl.trainer.backends.unpadded import Attention, Ends

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from psrl.trainer.backends.base import WeightShard
 from psrl.trainer.backends.core import row_range
-from psrl.trainer.backends.experts import Dealt
 from psrl.trainer.backends.hf_mapping import Kind, Rule, Sizes, join_local, split_local
 from psrl.trainer.backends.megatron_layout import Layout
 from psrl.trainer.backends.owners import Owners
@@ -30,14 +29,7 @@ class OutsideWeights:
         owners: Owners,
     ) -> None:
         self.shapes, self._rules, self._shape, self._owners = shapes, rules, shape, owners
-        self._tensor, self._dealt = layout.tensor, Dealt(layout.experts, layout.tensor)
-        self._mesh, self._expert_mesh = layout.mesh, layout.expert_mesh
-        if layout.mesh is not None and layout.expert_mesh is not None:  # of the ranks that step the same
-            alone = owners.replicas.owners is not None
-            self._mesh = layout.mesh["tensor"] if alone else layout.mesh["replicas", "tensor"]
-            sharing = ("experts", "tensor")
-            alone = owners.expert_replicas is None or owners.expert_replicas.owners is not None
-            self._expert_mesh = layout.expert_mesh[sharing if alone else ("expert_replicas", *sharing)]
+        self._tensor, self._dealt, self._mesh = layout.tensor, layout.dealt, layout.mesh
 
     def shards(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[WeightShard]:
         """This rank's rows of every tensor of the model, none of many. Collective. What several ranks step alike is published once,
@@ -80,7 +72,7 @@ class OutsideWeights:
     def tensors(self, kind: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`kind.<Hugging Face name>` -> this rank's part, a DTensor where there are several ranks."""
         return {
-            f"{kind}.{hf}": self._distributed(rule, hf, part)
+            f"{kind}.{hf}": self._distributed(name, rule, hf, part)
             for name, value in values.items()
             for rule in (self._rules[name],)
             for hf, part in zip(rule.hugging_face, self._split(rule, value.detach()), strict=True)
@@ -105,14 +97,21 @@ class OutsideWeights:
     def _split(self, rule: Rule, local: torch.Tensor) -> list[torch.Tensor]:
         return split_local(rule, local, self._shape, self._tensor.rank, self._tensor.size)
 
-    def _distributed(self, rule: Rule, hf: str, part: torch.Tensor) -> torch.Tensor:
-        mesh = self._expert_mesh if rule.kind is Kind.EXPERTS else self._mesh
-        if mesh is None:
+    def _distributed(self, name: str, rule: Rule, hf: str, part: torch.Tensor) -> torch.Tensor:
+        """Over the ranks that step the same: those that hold other parts, and their replicas if all of these step it."""
+        if self._mesh is None:
             return part
         full = torch.Size(self.shapes[hf])
         stride = torch.empty(full, device="meta").stride()
-        cut = [Replicate() if rule.dim is None else Shard(rule.dim)]
-        if rule.kind is Kind.EXPERTS:  # over two dimensions
-            cut = 2 * cut
-        placements = cut if mesh.ndim == len(cut) else [Replicate(), *cut]
-        return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, shape=full, stride=stride)
+        cut = Replicate() if rule.dim is None else Shard(rule.dim)
+        placements = {"expert_replicas": Replicate(), "experts": Replicate(), "tensor": cut}
+        if rule.kind is Kind.EXPERTS:
+            placements["experts"] = cut
+        if self._owners.replicas_of(name).owners is not None:
+            del placements["expert_replicas"]
+            if rule.kind is not Kind.EXPERTS:
+                del placements["experts"]
+        mesh = self._mesh[tuple(placements)]
+        return DTensor.from_local(
+            part.contiguous(), mesh, tuple(placements.values()), run_check=False, shape=full, stride=stride
+        )

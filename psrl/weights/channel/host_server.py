@@ -23,15 +23,13 @@ import msgspec
 
 from psrl.protocol.weights import SharedSlot
 from psrl.supervisor.process import describe_exit, has_ended
-from psrl.weights.channel.nixl_agent import TransferAgent, TransferError
+from psrl.weights.channel.nixl_agent import PROGRESS_S, TransferAgent, TransferError
 from psrl.weights.memory import map_shared
 
 MODULE = "psrl.weights.channel.host_server"
 START_S = 60.0
 """One that has not begun to offer the segment by then is given up."""
 END_S = 5.0
-PROGRESS_S = 0.0003
-"""Pause between two rounds of progress while somebody reads; a socket transport stalls if it is much longer."""
 _READING, _IDLE = b"+", b"-"
 _UNTOUCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals to a whole job step; this process ends with its owner and not before."""

@@ -22,20 +22,17 @@ from psrl.net.addresses import interface_address
 from psrl.weights.mode import load_nixl
 
 CPU_TRANSPORTS = "posix,cma,tcp"
+PROGRESS_S = 0.0003
+"""Pause between two rounds of progress while something moves; a socket transport stalls if it is much longer."""
 
 
 class TransferError(Exception):
     """NIXL refused or lost something; the text is its own."""
 
 
-def prepare_environment(address: str | None, *, serves: bool = False) -> str:
+def prepare_environment(address: str | None) -> str:
     """Choose how bytes travel, before the library is loaded: on a host without a GPU by shared memory, cross-memory
-    attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log.
-
-    `serves`: a trainer's process and those that it starts. UCX's own watch over silent peers is off there: readers have leases, and
-    what UCX does about one that died can end the process."""
-    if serves:
-        os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", "inf")
+    attach and TCP over the interface of `address` (None: any). What the user has set stays. Returns it for the log."""
     if torch.cuda.is_available():
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # else reads of device memory run at 0.5 GB/s
     elif "UCX_TLS" not in os.environ:

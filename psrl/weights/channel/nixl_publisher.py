@@ -62,7 +62,7 @@ class NixlPublisher:
         split: Split | None = None,
         on_host: bool = False,
     ) -> None:
-        self.transport = prepare_environment(address, serves=True)
+        self.transport = prepare_environment(address)
         self._split, self._on_host = split or Split(), on_host
         self._run_dir, self._rank, self._num_ranks, self._dtype = run_dir, rank, num_ranks, dtype
         self._address, self._reader_grace_s, self._peers = address, reader_grace_s, peers
@@ -172,6 +172,11 @@ class NixlPublisher:
 
     def late(self) -> Iterable[tuple[str, ReadGranted | ReadRefused]]:
         waiting, self._waiting = self._waiting, {}
+        try:
+            if waiting and self._host_server is not None:
+                self._host_server.offer()
+        except TransferError as error:  # one failure is the answer to all who have waited for it
+            return [(reader, ReadRefused(read=each.read, cause=str(error))) for reader, each in waiting.items()]
         answers = [(reader, self.open(reader, request)) for reader, request in waiting.items()]
         return [(reader, answer) for reader, answer in answers if answer is not None]
 

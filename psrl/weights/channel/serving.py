@@ -15,9 +15,8 @@ from psrl.net.waiting import Wakeup, wait
 from psrl.protocol.weights import CloseRead, OpenRead, ReadGranted, ReadRefused, ToPublisher
 from psrl.rundir.endpoints import Endpoint
 from psrl.rundir.keys import RunKeys
+from psrl.weights.channel.nixl_agent import PROGRESS_S
 
-PROGRESS_S = 0.0003
-"""Pause between two rounds of progress where a read needs them; a socket transport stalls if it is much longer."""
 EXPIRY_S = 1.0
 """Pause between two looks for lost readers where none does."""
 LONGEST_LEASE_S = 600.0
