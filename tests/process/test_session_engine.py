@@ -117,10 +117,9 @@ class Fleet:
             engine.update_weights(engine.version + 1, changed)
 
     def migrate(self) -> None:
-        """The busy engine hands back; where there is another one, it goes there."""
+        """The busy engine hands back, and its turn goes to the other one."""
         busy = next(name for name, engine in self.engines.items() if engine.has_work())
-        if len(self.engines) > 1:
-            self.there.discard(busy)
+        self.there.discard(busy)
         self._hear(busy, self.engines[busy].abort(), FINISH_MIGRATED)
 
 
@@ -132,20 +131,22 @@ def torch_engines(directory: Path) -> dict[str, Engine]:
     }
 
 
-def vllm_engine(directory: Path) -> dict[str, Engine]:
+def vllm_engines(directory: Path) -> dict[str, Engine]:
     from psrl.rollout.engines.vllm_engine import VllmEngine
 
-    engine = VllmEngine(
-        directory,
-        dtype="float32",
-        specs=checkpoint_specs(directory, "float32"),
-        eos_token_ids=(2,),
-        max_num_seqs=4,
-        max_model_len=CONTEXT,
-        kv_cache_tokens=4 * CONTEXT,
-        options={"enforce_eager": True, "gpu_memory_utilization": 0.3},
-    )
-    return {"a": engine}
+    return {
+        name: VllmEngine(
+            directory,
+            dtype="float32",
+            specs=checkpoint_specs(directory, "float32"),
+            eos_token_ids=(2,),
+            max_num_seqs=4,
+            max_model_len=CONTEXT,
+            kv_cache_tokens=4 * CONTEXT,
+            options={"enforce_eager": True, "gpu_memory_utilization": 0.3},
+        )
+        for name in ("a", "b")
+    }
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 @pytest.fixture(params=["torch", pytest.param("vllm", marks=VLLM)])
 def fleet(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fleet, Path]]:
     monkeypatch.setattr(guests_module, "ELSEWHERE_S", 0.01)
-    engines = torch_engines(model) if request.param == "torch" else vllm_engine(model)
+    engines = torch_engines(model) if request.param == "torch" else vllm_engines(model)
     state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     specs = next(iter(engines.values())).weight_specs()
     made = Fleet(engines, [(name, state[name]) for name in specs])
@@ -271,6 +272,8 @@ async def converse(fleet: Fleet, model: Path) -> None:
     for number, requests in moved.items():
         assert len(requests) == 2 and len(requests[1].samples[0].prefix_ids) >= 3
         assert list(requests[1].samples[0].prefix_ids) == fleet.made[number][: len(requests[1].samples[0].prefix_ids)]
+    [there, elsewhere] = [instance for instance, r in fleet.asked if r.samples[0].sample == numbers[5]]
+    assert there != elsewhere
     # The turn that the client hung up on was aborted, and left nothing behind.
     given_up = {r.samples[0].sample for _, r in fleet.asked} - set(numbers)
     assert len(given_up) == 1 and len(fleet.made[given_up.pop()]) < LONG_TURN

@@ -67,6 +67,14 @@ _OWNED: dict[type[Executor], type[Executor]] = {
 }
 
 
+class _Client(SyncMPClient):
+    """Without the thread that watches the core: it would collect the status that says how the core ended, and close sockets
+    that are in use here."""
+
+    def start_engine_core_monitor(self) -> None:
+        """`EngineCore` watches."""
+
+
 class EngineCore:
     """Starts the core and waits until it is ready. ValueError for a way to run workers that would leave orphans."""
 
@@ -77,7 +85,7 @@ class EngineCore:
                 f"vLLM would run its workers with {usual.__name__}: use distributed_executor_backend uni or mp"
             )
         os.environ[OWNER] = str(os.getpid())
-        self._client = SyncMPClient(config, _OWNED[usual], log_stats=True)
+        self._client = _Client(config, _OWNED[usual], log_stats=True)
         self._process = self._client.resources.engine_manager.processes[0]
         self._sending = threading.Lock()
         self._news = Wakeup()
