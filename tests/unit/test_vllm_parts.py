@@ -21,12 +21,14 @@ from psrl.rollout.engines.base import InWorkers
 from psrl.rollout.engines.shared_tensors import SharedTensors, map_tensors
 from psrl.rollout.engines.vllm_arguments import (
     NO_CHOICE,
+    WeightBytes,
     draw_seed,
     engine_arguments,
     engine_seed,
     kv_bytes_a_token,
     share_without_arrivals,
     user_options,
+    weight_bytes,
 )
 from psrl.rollout.engines.vllm_figures import EngineFigures
 from psrl.rollout.engines.vllm_worker import PsrlWorker, loads_in_place
@@ -67,12 +69,22 @@ def test_a_users_arguments_win_over_the_keys_but_not_over_what_psrl_needs() -> N
 
 def test_weights_that_arrive_have_their_part_of_a_gpu() -> None:
     gib = 2**30
-    assert share_without_arrivals(0.9, 100 * gib, 20 * gib) == pytest.approx(0.7)
-    assert share_without_arrivals(0.45, 100 * gib, 20 * gib) == pytest.approx(0.25)
-    with pytest.raises(
-        ValueError, match=r"gpu_memory_utilization=0.4 of 100.0 GiB is too little for 20.0 GiB of weights"
-    ):
-        share_without_arrivals(0.4, 100 * gib, 20 * gib)
+    assert share_without_arrivals(0.9, 100 * gib, WeightBytes(20 * gib, 20 * gib)) == pytest.approx(0.7)
+    assert share_without_arrivals(0.45, 100 * gib, WeightBytes(20 * gib, 20 * gib)) == pytest.approx(0.25)
+    assert share_without_arrivals(0.9, 100 * gib, WeightBytes(10 * gib, 70 * gib)) == pytest.approx(0.2)
+    said = r"gpu_memory_utilization=0.4 of 100.0 GiB is too little: each GPU must hold 20.0 GiB .* 30.0 GiB that arrive"
+    with pytest.raises(ValueError, match=said):
+        share_without_arrivals(0.4, 100 * gib, WeightBytes(20 * gib, 30 * gib))
+
+
+def test_slices_arrive_where_they_can_be_written_in_place_and_whole_tensors_elsewhere() -> None:
+    dense = {"model.layers.0.mlp.up_proj.weight": ((8, 4), torch.bfloat16), "lm_head.weight": ((16, 4), torch.bfloat16)}
+    ranks = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
+    assert weight_bytes(dense, {}) == WeightBytes(192, 192)
+    assert weight_bytes(dense, ranks) == WeightBytes(24, 24)
+    assert weight_bytes(dense, ranks | {"quantization": "fp8"}) == WeightBytes(24, 96)
+    experts = dense | {"model.layers.0.mlp.experts.down_proj": ((2, 4, 4), torch.bfloat16)}
+    assert weight_bytes(experts, ranks) == WeightBytes(32, 128)
 
 
 @pytest.mark.parametrize(

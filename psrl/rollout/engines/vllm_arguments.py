@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from psrl.config.schema import RolloutEngineConfig
 
 WORKER_EXTENSION = "psrl.rollout.engines.vllm_worker.PsrlWorker"
@@ -59,19 +63,37 @@ def engine_arguments(
     return {**arguments, **options, **NO_CHOICE}
 
 
-def share_without_arrivals(share: float, device_bytes: int, weight_bytes: int) -> float:
-    """What is left of `gpu_memory_utilization` for vLLM: new weights arrive in memory of their own, beside those that decode, and
-    vLLM would fill it with keys and values. `weight_bytes`: of one GPU's part. ValueError if that leaves nothing to decode with.
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Of one GPU: the weights that decode, and new ones that arrive beside them."""
 
-    >>> share_without_arrivals(0.9, 80 * 2**30, 8 * 2**30)
+    held: int
+    arriving: int
+
+
+def weight_bytes(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], options: Mapping[str, Any]) -> WeightBytes:
+    """What arrives is the GPU's own slices; where those cannot be written in place (experts, quantized weights) it is the whole
+    tensors of its pipeline stage, which it cuts itself."""
+    stage = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values())
+    stage //= options.get("pipeline_parallel_size", 1)
+    held = stage // options.get("tensor_parallel_size", 1)
+    whole = bool(options.get("quantization")) or any(".experts." in name for name in specs)
+    return WeightBytes(held=held, arriving=stage if whole else held)
+
+
+def share_without_arrivals(share: float, device_bytes: int, weights: WeightBytes) -> float:
+    """What is left of `gpu_memory_utilization` for vLLM: new weights arrive in memory of their own, beside those that decode, and
+    vLLM would fill it with keys and values. ValueError if that leaves nothing to decode with.
+
+    >>> share_without_arrivals(0.9, 80 * 2**30, WeightBytes(held=8 * 2**30, arriving=8 * 2**30))
     0.8
     """
-    left = share - weight_bytes / device_bytes
-    if left * device_bytes <= weight_bytes:
+    left = share - weights.arriving / device_bytes
+    if left * device_bytes <= weights.held:
         raise ValueError(
-            f"gen_actor_rollout_ref.rollout.gpu_memory_utilization={share} of {device_bytes / 2**30:.1f} GiB is too little for "
-            f"{weight_bytes / 2**30:.1f} GiB of weights a GPU: it must hold them twice (those that decode and those that arrive) "
-            "and a KV cache; take more, or more GPUs an instance"
+            f"gen_actor_rollout_ref.rollout.gpu_memory_utilization={share} of {device_bytes / 2**30:.1f} GiB is too little: each GPU "
+            f"must hold {weights.held / 2**30:.1f} GiB of weights that decode, {weights.arriving / 2**30:.1f} GiB that arrive and a KV "
+            "cache; take more, or more GPUs an instance"
         )
     return left
 

@@ -16,7 +16,13 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from psrl.rollout.engines.vllm_arguments import engine_arguments, head_dim, kv_bytes_a_token, share_without_arrivals
+from psrl.rollout.engines.vllm_arguments import (
+    WeightBytes,
+    engine_arguments,
+    head_dim,
+    kv_bytes_a_token,
+    share_without_arrivals,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +36,13 @@ def engine_config(
     max_num_seqs: int,
     max_model_len: int,
     kv_cache_tokens: int,
-    arrival_bytes: int,
+    weights: WeightBytes | None,
     options: Mapping[str, Any],
 ) -> VllmConfig:
-    """See VllmEngine; `arrival_bytes`: of weights that arrive on its GPUs, all together. Sets defaults of vLLM's environment
+    """See VllmEngine; `weights`: what each GPU has of them, if new ones arrive there. Sets defaults of vLLM's environment
     variables. ValueError for what vLLM refuses."""
     _set_defaults_of_environment()
-    adapted = _with_whole_prompts if current_platform.is_cpu() else partial(_with_room_for_arrivals, arrival_bytes)
+    adapted = _with_whole_prompts if current_platform.is_cpu() else partial(_with_room_for_arrivals, weights)
     arguments = engine_arguments(
         directory,
         dtype=dtype,
@@ -59,12 +65,11 @@ def _with_whole_prompts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "enable_chunked_prefill": False}
 
 
-def _with_room_for_arrivals(arrival_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def _with_room_for_arrivals(weights: WeightBytes | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """On a GPU: `gpu_memory_utilization` is what psrl's engine takes, with the weights that arrive. Who gives the KV cache its size has
     divided the memory already."""
-    if not arrival_bytes or options.get("kv_cache_memory_bytes") is not None:
+    if weights is None or options.get("kv_cache_memory_bytes") is not None:
         return dict(options)
-    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     asked = options.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
     try:
         device_bytes = current_platform.get_device_total_memory()
@@ -72,10 +77,10 @@ def _with_room_for_arrivals(arrival_bytes: int, options: Mapping[str, Any]) -> d
         log.warning(
             "vLLM cannot tell the size of its GPU (%s: %s): gen_actor_rollout_ref.rollout.gpu_memory_utilization=%s is vLLM's alone, "
             "and must leave room for %.1f GiB of weights that arrive",
-            type(error).__name__, error, asked, arrival_bytes / ranks / 2**30,
+            type(error).__name__, error, asked, weights.arriving / 2**30,
         )  # fmt: skip
         return dict(options)
-    return {**options, "gpu_memory_utilization": share_without_arrivals(asked, device_bytes, arrival_bytes // ranks)}
+    return {**options, "gpu_memory_utilization": share_without_arrivals(asked, device_bytes, weights)}
 
 
 def _set_defaults_of_environment() -> None:

@@ -31,7 +31,7 @@ from psrl.rollout.cache_identity import CacheIdentity, cache_identity
 from psrl.rollout.engines.base import InWorkers
 from psrl.rollout.engines.requests import budget, last_chunk, refusals, request_fault
 from psrl.rollout.engines.shared_tensors import SharedTensors
-from psrl.rollout.engines.vllm_arguments import draw_seed
+from psrl.rollout.engines.vllm_arguments import draw_seed, weight_bytes
 from psrl.rollout.engines.vllm_blocks import names_blocks_of
 from psrl.rollout.engines.vllm_config import engine_config
 from psrl.rollout.engines.vllm_core import EngineCore
@@ -106,7 +106,7 @@ class VllmEngine:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             kv_cache_tokens=kv_cache_tokens,
-            arrival_bytes=sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs.values()) if arrivals else 0,
+            weights=weight_bytes(specs, options) if arrivals else None,
             options=options,
         )
         self.version = -1
