@@ -77,10 +77,20 @@ CASES: dict[str, list[str]] = {
 }
 
 
+GPU_CASES: dict[str, list[str]] = {
+    **CASES,
+    "cache_aware_v1 + sticky + LMCache": [
+        *CASES["cache_aware_v1 + sticky"], "psrl.lmcache.enable=True", "psrl.lmcache.offload_size_gb=30",
+        f"{ROUTING}cache_aware_policy.lmcache_overlap_weight=0.5",
+    ],
+}  # fmt: skip
+"""With what needs vLLM on a GPU, and LMCache beside it."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="*", choices=GPU_CASES, default=list(CASES))
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--rows", type=Path, help="figures of earlier calls, and of this one")
     parser.add_argument("--gpu", action="store_true", help="vLLM on one GPU, a random model, longer conversations")
@@ -90,7 +100,7 @@ def main() -> int:
     where = "trainer and two vLLM instances on one GPU" if args.gpu else "trainer on core 0, two instances on core 1"
     print(f"{describe_machine()}\n{args.steps} steps, one run each; {where}\n")
     print(
-        f"{'':26} {'step s':>8} {'trajectories/h':>15} {'speed-up':>9} {'tokens/s':>9} {'busy ms/turn':>13} {'computed tokens/turn':>21} {'prefix hits':>12} {'busiest':>8}  sessions",
+        f"{'':34} {'step s':>8} {'trajectories/h':>15} {'speed-up':>9} {'tokens/s':>9} {'busy ms/turn':>13} {'computed tokens/turn':>21} {'prefix hits':>12} {'busiest':>8}  sessions",
         flush=True,
     )
     rows: dict[str, Row] = json.loads(args.rows.read_text()) if args.rows and args.rows.exists() else {}
@@ -102,13 +112,13 @@ def main() -> int:
         model = gpu_model(scratch, args.size) if args.gpu else cpu_model(scratch, own)
         for name in [name for name in args.only if name not in rows]:
             run_dir = scratch / name.strip("+ ").replace(" ", "_")
-            launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *CASES[name]])
+            launch(run_dir, [*own, f"model={model}", f"trainer.total_training_steps={args.steps}", *GPU_CASES[name]])
             rows[name] = measure(run_dir, *((2, GPU_TURN_TOKENS) if args.gpu else (WARMUP, TURN_TOKENS)))
             print(line(name, rows[name], rows), flush=True)
             if args.rows:
                 args.rows.write_text(json.dumps(rows, indent=1))
     if next(iter(rows), "") != next(iter(CASES)):  # speed-ups above were not yet those over the default
-        print("\n" + "\n".join(line(name, rows[name], rows) for name in CASES if name in rows))
+        print("\n" + "\n".join(line(name, rows[name], rows) for name in GPU_CASES if name in rows))
     return 0
 
 
@@ -118,10 +128,10 @@ def cpu_model(scratch: Path, overrides: list[str]) -> Path:
 
 
 def gpu_model(scratch: Path, size: str) -> Path:
-    gpu_headline.random_model(
-        size, GPU_CONTEXT, scratch / f"model-{size}", "cuda" if torch.cuda.is_available() else "cpu"
-    )
-    return scratch / f"model-{size}"
+    directory = scratch / f"model-{size}"
+    if not directory.exists():  # of an earlier call with the same --keep
+        gpu_headline.random_model(size, GPU_CONTEXT, directory, "cuda" if torch.cuda.is_available() else "cpu")
+    return directory
 
 
 def launch(run_dir: Path, overrides: list[str]) -> None:
@@ -169,7 +179,7 @@ def line(name: str, row: Row, rows: Mapping[str, Row]) -> str:
     """Speed-ups refer to the default, or to the first row there is."""
     default = rows.get(next(iter(CASES)), next(iter(rows.values())))
     return (
-        f"{name:26} {row['step_s']:8.3f} {row['hourly']:15.0f} {row['hourly'] / default['hourly']:9.2f} {row['tokens_s']:9.0f} "
+        f"{name:34} {row['step_s']:8.3f} {row['hourly']:15.0f} {row['hourly'] / default['hourly']:9.2f} {row['tokens_s']:9.0f} "
         f"{row['busy_ms']:13.1f} {row['computed']:21.1f} {row['hits']:12.1%} {row['busiest']:8.0%}  {row['sessions']}"
     )
 
