@@ -100,7 +100,10 @@ def write_weights(checkpoint: Path, out: Path, dtype: torch.dtype | None) -> Non
     for number, names in enumerate(files, 1):
         name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
         read = _read(checkpoint, weights, names)
-        tensors = dict(as_in_files(model, ((n, t if dtype is None else t.to(dtype)) for n, t in read.items())))
+        try:
+            tensors = dict(as_in_files(model, ((n, t if dtype is None else t.to(dtype)) for n, t in read.items())))
+        except ValueError as error:
+            raise ExportError(f"{error}.") from error
         save_file(tensors, out / name, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -32,8 +32,9 @@ def reserve_pages(fd: int, nbytes: int) -> None:
 
 
 def map_file(fd: int, nbytes: int) -> torch.Tensor:
-    """A uint8 tensor over the first `nbytes` bytes of an open file, shared with all who map it."""
+    """A uint8 tensor over the first `nbytes` bytes of an open file, shared with all who map it. No core file has a copy of it."""
     memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+    memory.madvise(mmap.MADV_DONTDUMP)
     ask_for_huge_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

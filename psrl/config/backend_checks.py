@@ -10,15 +10,11 @@ from typing import Any
 
 from psrl.config.actor import ranks_of_a_row
 from psrl.config.errors import ConfigError
+from psrl.config.megatron_models import ACTOR, MEGATRON, check_megatron_model
 from psrl.config.schema import Config
 
-ACTOR = "train_actor_rollout_ref.actor"
-MEGATRON = f"{ACTOR}.megatron"
 SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Sizes whose product is the number of ranks that work on the same samples."""
-
-MEGATRON_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""model_type of the families that the megatron backend maps."""
 
 
 def has_megatron() -> bool:
@@ -127,54 +123,18 @@ def _check_fsdp(config: Config) -> None:
 def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
     """Refuse a model (the contents of its config.json) that the ranks cannot share as the configuration asks."""
     actor = config.train_actor_rollout_ref.actor
-    heads = model.get("num_attention_heads", 1)
     if actor.strategy == "megatron":
-        if model.get("model_type") not in MEGATRON_MODELS:
-            raise ConfigError(
-                f"{ACTOR}.strategy=megatron trains {', '.join(MEGATRON_MODELS)}, not {model.get('model_type')}: "
-                f"use {ACTOR}.strategy=fsdp2."
-            )
-        layers, stages = model.get("num_hidden_layers"), actor.megatron.pipeline_model_parallel_size
-        if layers is not None and stages > layers:
-            raise ConfigError(
-                f"{MEGATRON}.{SHARING[1]}={stages} is more than the model's {layers} layers: use fewer stages."
-            )
-        key, size = f"{MEGATRON}.tensor_model_parallel_size", actor.megatron.tensor_model_parallel_size
-        experts = model.get("num_experts") or model.get("num_local_experts") or 0
-        _check_experts(experts, actor.megatron.expert_model_parallel_size, size)
-        context = actor.megatron.context_parallel_size
-        if heads % (size * context) and heads % size == 0:
-            raise ConfigError(
-                f"{MEGATRON}.context_parallel_size={context} does not divide the {heads // size} attention heads of each tensor-parallel "
-                "rank: choose a divisor."
-            )
-        divided = {
-            "attention heads": heads,
-            "key-value heads": model.get("num_key_value_heads", heads),
-            "hidden size": model.get("hidden_size", size),
-            "feed-forward size": 0 if experts else model.get("intermediate_size", size),
-        }
-    else:
-        if actor.use_remove_padding and not has_full_attention(model):
-            raise ConfigError(
-                f"{ACTOR}.use_remove_padding=True needs full attention in every layer, which this {model.get('model_type')} model has "
-                "not: set it to False."
-            )
-        key, size = f"{ACTOR}.ulysses_sequence_parallel_size", actor.ulysses_sequence_parallel_size
-        divided = {"attention heads": heads}
-    for what, number in divided.items():
-        if number % size:
-            raise ConfigError(f"{key}={size} does not divide the model's {what} ({number}): choose a divisor.")
-
-
-def _check_experts(experts: int, sharing: int, tensor: int) -> None:
-    """Of a model with so many experts in a layer, dealt to `sharing` x `tensor` ranks."""
-    key = f"{MEGATRON}.expert_model_parallel_size={sharing}"
-    if not experts and sharing > 1:
-        raise ConfigError(f"{key} has no meaning for a model without experts: leave it at 1.")
-    if experts % (sharing * tensor):
+        check_megatron_model(model, actor.megatron)
+        return
+    if actor.use_remove_padding and not has_full_attention(model):
         raise ConfigError(
-            f"{key} x tensor_model_parallel_size={tensor} does not divide the model's {experts} experts: choose divisors."
+            f"{ACTOR}.use_remove_padding=True needs full attention in every layer, which this {model.get('model_type')} model has "
+            "not: set it to False."
+        )
+    heads, size = model.get("num_attention_heads", 1), actor.ulysses_sequence_parallel_size
+    if heads % size:
+        raise ConfigError(
+            f"{ACTOR}.ulysses_sequence_parallel_size={size} does not divide the model's attention heads ({heads}): choose a divisor."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,9 +32,17 @@ def locate(device: torch.device) -> Location:
         return Location(host, gpu, rdma=rdma)
 
 
-def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether this host has network hardware that reads memory by itself: InfiniBand, RoCE and EFA are all listed there."""
-    return devices.is_dir() and any(devices.iterdir())
+def has_rdma(devices: Path = Path("/sys/class/infiniband"), verbs: Path = Path("/dev/infiniband")) -> bool:
+    """Whether this process can use network hardware that reads memory by itself: InfiniBand, RoCE and EFA are all listed there. A
+    container may see the host's `devices` and have no `verbs`; a port may be down."""
+    active = any(_is_active(state) for state in devices.glob("*/ports/*/state"))
+    return active and any(os.access(verb, os.R_OK | os.W_OK) for verb in verbs.glob("uverbs*"))
+
+
+def _is_active(state: Path) -> bool:
+    with suppress(OSError):  # a port that goes away
+        return "ACTIVE" in state.read_text()
+    return False
 
 
 def _peers(gpu: str) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def test_bfloat16_compute_keeps_float32_weights():
 @pytest.mark.parametrize(
     ("config", "size", "message"),
     [
-        (GPT2Config(), 1, "the megatron backend trains llama, qwen2, qwen3, qwen3_moe, not gpt2: use .*strategy=fsdp2"),
+        (GPT2Config(), 1, "strategy=megatron trains llama, qwen2, qwen3, qwen3_moe, not gpt2: use .*strategy=fsdp2"),
         (LlamaConfig(**SMALL, attention_bias=True), 1, "biases=True"),
         (Qwen3Config(**SMALL), 3, "tensor_model_parallel_size=3 does not divide the model's attention heads .4."),
         (Qwen3Config(**SMALL), 4, "tensor_model_parallel_size=4 does not divide the model's key-value heads .2."),

@@ -105,6 +105,20 @@ def test_what_a_killed_server_leaves_is_read_from_its_successor(world: World, pu
     assert publisher.server_pid() != server
 
 
+def test_a_server_that_stands_still_is_ended_and_the_next_reader_gets_another(world: World, publisher: Process) -> None:
+    """A reader asks again after a failed pull, as an instance does. What a server leaves unanswered gives it away."""
+    reader = world.reader("nixl", MIB, **TCP)
+    pulls(reader, 0)
+    server = publisher.server_pid()
+    stop_for_good(server)
+    next_version(publisher, 1)
+    end = time.monotonic() + DEADLINE_S
+    while (answer := reader.ask(pull=[1, 0, 2.0])).get("differing") != []:
+        assert answer["retryable"] and time.monotonic() < end, answer
+        time.sleep(0.5)
+    assert publisher.server_pid() != server and gone(server)
+
+
 def test_a_server_that_cannot_start_refuses_the_pull_and_the_next_one_tries_again(
     world: World, publisher: Process
 ) -> None:

@@ -324,12 +324,15 @@ class Runner:
 
 
 class TwoWorkers:
-    def __init__(self) -> None:
+    """Of an engine for the model in `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        Qwen3Config(num_hidden_layers=1).save_pretrained(directory)
         self.shared = SharedTensors("psrl-test", {"w": ((1, 1), torch.float32)})
         self.workers = [PsrlWorker(), PsrlWorker()]
         for rank, worker in enumerate(self.workers):
             worker.model_runner, worker.device, worker.rank = Runner(), torch.device("cpu"), rank
-            worker.model_config = SimpleNamespace(quantization=None, hf_config=Qwen3Config(num_hidden_layers=1))
+            worker.model_config = SimpleNamespace(quantization=None, model=str(directory))
             worker.parallel_config = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
         self.call_workers("psrl_prepare", self.shared.path, self.shared.layout, timeout_s=1)
 
@@ -340,8 +343,8 @@ class TwoWorkers:
         return [worker.model_runner.model.head.packed for worker in self.workers]
 
 
-def test_workers_load_what_is_shared_and_what_they_have_pulled_themselves() -> None:
-    engine = TwoWorkers()
+def test_workers_load_what_is_shared_and_what_they_have_pulled_themselves(tmp_path: Path) -> None:
+    engine = TwoWorkers(tmp_path)
     engine.shared.fill([("w", torch.full((1, 1), 7.0))])
     engine.call_workers("psrl_switch", False, timeout_s=1)
     assert engine.heads() == [7.0, 7.0]
@@ -353,8 +356,8 @@ def test_workers_load_what_is_shared_and_what_they_have_pulled_themselves() -> N
     assert engine.heads() == [3.0, 3.0]
 
 
-def test_a_pull_fails_with_one_of_its_workers_or_when_it_is_cancelled() -> None:
-    puller = WorkerPuller(TwoWorkers(), f"{__name__}:Receiver", {"place": "here"})
+def test_a_pull_fails_with_one_of_its_workers_or_when_it_is_cancelled(tmp_path: Path) -> None:
+    puller = WorkerPuller(TwoWorkers(tmp_path), f"{__name__}:Receiver", {"place": "here"})
     with pytest.raises(PullError, match="no such version") as failed:
         puller.pull(9, 0, deadline_s=time.monotonic() + 10)
     assert not failed.value.retryable

@@ -400,7 +400,15 @@ def test_weights_handed_out_are_stale_after_the_next_pull_begins() -> None:
     assert not staging.prepare([layout((*W, 0, 4))])
 
 
-def test_network_hardware_that_reads_memory_is_seen(tmp_path: Path) -> None:
-    assert not has_rdma(tmp_path / "infiniband") and not has_rdma(tmp_path)
-    (tmp_path / "mlx5_0").mkdir()
-    assert has_rdma(tmp_path)
+def test_network_hardware_that_reads_memory_is_seen_where_it_can_be_used(tmp_path: Path) -> None:
+    devices, verbs = tmp_path / "class", tmp_path / "dev"
+    assert not has_rdma(devices, verbs)
+    state = devices / "mlx5_0" / "ports" / "1" / "state"
+    state.parent.mkdir(parents=True)
+    verbs.mkdir()
+    state.write_text("4: ACTIVE\n")
+    assert not has_rdma(devices, verbs), "a container that sees the host's devices and may not use them"
+    (verbs / "uverbs0").touch()
+    assert has_rdma(devices, verbs)
+    state.write_text("1: DOWN\n")
+    assert not has_rdma(devices, verbs)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from psrl.host_memory import register_host
 from psrl.rollout.engines.shared_tensors import Layout, map_tensors
@@ -34,17 +34,15 @@ class PsrlWorker:
     psrl_memory: torch.Tensor
     psrl_tensors: dict[str, torch.Tensor]
     psrl_registered: bool = False
+    psrl_architecture: PreTrainedModel | None = None
     psrl_receiver: Any
     psrl_fused: bool
-    psrl_architecture: Any
     psrl_exchange: Any
 
     def psrl_prepare(self, path: str, layout: Layout) -> None:
         """Map the memory through which whole weights arrive. Once."""
         self.psrl_memory, tensors = map_tensors(path, layout)
         self.psrl_tensors = dict(tensors)
-        with torch.device("meta"):
-            self.psrl_architecture = AutoModelForCausalLM.from_config(self.model_config.hf_config)
         if self.device.type == "cpu" and self.parallel_config.pipeline_parallel_size > 1:
             self.execute_dummy_batch()  # vLLM makes what a stage receives into when it warms up, and leaves that out on a CPU
 
@@ -121,6 +119,10 @@ class PsrlWorker:
 
     def _psrl_load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         model = self.model_runner.get_model()
+        if self.psrl_architecture is None:
+            with torch.device("meta"):
+                of_files = AutoConfig.from_pretrained(self.model_config.model, local_files_only=True)
+                self.psrl_architecture = AutoModelForCausalLM.from_config(of_files)
         tensors = as_in_files(self.psrl_architecture, tensors)
         if loads_in_place(model, self.device, self.model_config.quantization):
             model.load_weights(tensors)

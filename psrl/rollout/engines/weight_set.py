@@ -20,9 +20,18 @@ def as_in_files(
     model: PreTrainedModel, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same as the model's files and other programs know them: transformers joins some when it loads them (the experts of a layer);
-    here they are taken apart again, each as its turn comes. `model` tells the architecture and may be on the meta device."""
+    here they are taken apart again, each as its turn comes. `model` tells the architecture and may be on the meta device. ValueError for
+    a model whose files join what transformers has apart."""
+    seen: set[str] = set()
     for name, tensor in tensors:
-        yield from revert_weight_conversion(model, {name: tensor}).items()
+        found = revert_weight_conversion(model, {name: tensor})
+        if again := seen.intersection(found):
+            raise ValueError(
+                f"files of {model.config.model_type} models have one tensor {min(again)} where transformers has several, {name} among "
+                "them: psrl can train such a model and cannot write its files"
+            )
+        seen.update(found)
+        yield from found.items()
 
 
 def weight_faults(

@@ -57,9 +57,13 @@ class ExpertLayer(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(out, group=group).view_as(hidden), None
 
     def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers of each token's experts, [tokens, per_token]."""
+        """Weights and numbers of each token's experts, [tokens, per_token]. Tensor-parallel ranks take the first one's choice: their
+        routers may differ by rounding, and a token's expert must be the same to all of them."""
         probabilities = F.linear(tokens, self.router).softmax(-1, dtype=torch.float32)
-        weights, chosen = probabilities.topk(self._routing.per_token, dim=-1)
+        chosen = probabilities.topk(self._routing.per_token, dim=-1).indices
+        if self._dealt.tensor.size > 1:
+            dist.broadcast(chosen, group=self._dealt.tensor.group, group_src=0)
+        weights = probabilities.gather(-1, chosen)
         if self._routing.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(tokens.dtype), chosen
@@ -79,9 +83,10 @@ class ExpertLayer(torch.nn.Module):
     def _experts(self, inputs: torch.Tensor, of_expert: list[int]) -> torch.Tensor:
         """`of_expert` rows for each of this rank's experts, one after the other. One without rows still has a gradient: zero."""
         outputs = []
-        for number, rows in enumerate(inputs.split(of_expert)):
-            gate, up = F.linear(rows, self.gate_up[number]).chunk(2, dim=-1)
-            outputs.append(F.linear(F.silu(gate) * up, self.down[number]))
+        experts = zip(self.gate_up.unbind(), self.down.unbind(), inputs.split(of_expert), strict=True)
+        for gate_up, down, rows in experts:
+            gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * up, down))
         return torch.cat(outputs)
 
 

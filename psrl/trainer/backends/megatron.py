@@ -326,21 +326,23 @@ def _owners(
     experts = frozenset(name for name, rule in rules.items() if rule.kind is Kind.EXPERTS)
     copied = tied.name if tied is not None and tied.is_copy else None
     others = {name: weight.numel() for name, weight in seen.items() if name != copied and name not in experts}
+    if distributed and layout.replicas.size > len(others):
+        raise ValueError(
+            f"{PREFIX}use_distributed_optimizer=True deals {len(others)} parameters to {layout.replicas.size} ranks: set it to False for "
+            "so small a model"
+        )
     replicas = _replicas(layout.replicas, others, distributed)
     if not experts:
         return Owners(replicas, tied)
-    sizes = {name: weight.numel() for name, weight in seen.items() if name in experts}
+    sizes = {
+        name: weight.numel() for name, weight in seen.items() if name in experts
+    }  # two a layer: a rank may get none
     return Owners(replicas, tied, _replicas(layout.expert_replicas, sizes, distributed), experts)
 
 
 def _replicas(place: Place, sizes: Mapping[str, int], distributed: bool) -> Replicas:
     if not distributed or place.size == 1:
         return Replicas(place.group, place.rank, place.size, None)
-    if place.size > len(sizes):
-        raise ValueError(
-            f"{PREFIX}use_distributed_optimizer=True deals {len(sizes)} parameters to {place.size} ranks: set it to False for so "
-            "small a model"
-        )
     return Replicas(place.group, place.rank, place.size, deal(sizes, place.size))
 
 

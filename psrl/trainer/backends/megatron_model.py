@@ -22,69 +22,21 @@ with warnings.catch_warnings():  # without Apex and TransformerEngine it says so
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import ModuleSpec, TransformerConfig
 
-from psrl.config.backend_checks import MEGATRON_MODELS
 from psrl.config.megatron import MegatronConfig
+from psrl.config.megatron_models import check_megatron_model, num_experts
 from psrl.trainer.backends.experts import ExpertLayer, Routing
 from psrl.trainer.backends.hf_mapping import Kind, Rule, Sizes, block, join_local, padded_vocabulary, rules
-from psrl.trainer.backends.megatron_layout import PREFIX, Dealt
+from psrl.trainer.backends.megatron_layout import Dealt
 from psrl.trainer.backends.pipeline_parallel import StageLayers
 from psrl.trainer.backends.ulysses import SharedRows
 from psrl.trainer.backends.unpadded import Attention, Ends
 
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings whose frequencies do not depend on the length and that leave the attention scores alone."""
 LocalWeights = dict[str, tuple[Rule, torch.Tensor]]
-OTHER = "use train_actor_rollout_ref.actor.strategy=fsdp2"
 
 
 def model_sizes(config: PretrainedConfig, settings: MegatronConfig) -> Sizes:
-    """The sizes of a Hugging Face model that ranks can share as `settings` say; ValueError, one sentence, for what cannot be."""
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    bias = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if config.model_type not in MEGATRON_MODELS:
-        raise ValueError(f"the megatron backend trains {', '.join(MEGATRON_MODELS)}, not {config.model_type}: {OTHER}")
-    if kinds != {"full_attention"} or bias or config.hidden_act != "silu" or rope not in ROPE_TYPES:
-        raise ValueError(
-            f"this {config.model_type} model has attention of the kinds {sorted(kinds)}, biases={bool(bias)}, activation "
-            f"{config.hidden_act} and rope type {rope}; the megatron backend has full attention, no biases, silu and "
-            f"{'/'.join(ROPE_TYPES)} only: {OTHER}"
-        )
-    experts = config.num_experts if config.model_type == "qwen3_moe" else 0
-    if experts and (config.mlp_only_layers or config.decoder_sparse_step != 1):
-        raise ValueError(f"this {config.model_type} model has dense layers among those with experts: {OTHER}")
-    divided = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "hidden size": config.hidden_size,
-        "feed-forward size": 0 if experts else config.intermediate_size,
-    }
-    size, context = settings.tensor_model_parallel_size, settings.context_parallel_size
-    for what, number in divided.items():
-        if number % size:
-            raise ValueError(
-                f"{PREFIX}tensor_model_parallel_size={size} does not divide the model's {what} ({number}): choose a divisor"
-            )
-    sharing = settings.expert_model_parallel_size
-    if not experts and sharing > 1:
-        raise ValueError(
-            f"{PREFIX}expert_model_parallel_size={sharing} has no meaning for a model without experts: use 1"
-        )
-    if experts % (sharing * size):
-        raise ValueError(
-            f"{PREFIX}expert_model_parallel_size={sharing} x tensor_model_parallel_size={size} does not divide the model's {experts} "
-            "experts: choose divisors"
-        )
-    if config.num_attention_heads // size % context:
-        raise ValueError(
-            f"{PREFIX}context_parallel_size={context} does not divide the {config.num_attention_heads // size} attention heads of "
-            "each tensor-parallel rank: choose a divisor"
-        )
-    if settings.pipeline_model_parallel_size > config.num_hidden_layers:
-        raise ValueError(
-            f"{PREFIX}pipeline_model_parallel_size={settings.pipeline_model_parallel_size} is more than the model's "
-            f"{config.num_hidden_layers} layers: use fewer stages"
-        )
+    """The sizes of a Hugging Face model; ConfigError for one that ranks cannot share as `settings` say."""
+    check_megatron_model(config.to_dict(), settings)
     return Sizes(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
@@ -94,7 +46,7 @@ def model_sizes(config: PretrainedConfig, settings: MegatronConfig) -> Sizes:
         qkv_bias=config.model_type == "qwen2",
         qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         tied=bool(config.tie_word_embeddings),
-        num_experts=experts,
+        num_experts=num_experts(config.to_dict()),
     )
 
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -29,6 +30,8 @@ from psrl.weights.memory import map_shared
 MODULE = "psrl.weights.channel.host_server"
 START_S = 60.0
 """One that has not begun to offer the segment by then is given up."""
+STILL_S = 10.0
+"""One that leaves a word unanswered for so long is ended, with it the reads that hang there, and the next reader starts another."""
 END_S = 5.0
 _READING, _IDLE = b"+", b"-"
 _UNTOUCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -106,7 +109,9 @@ class _Process:
     def __init__(self, order: _Order, changed: Callable[[], None]) -> None:
         self.offer: Offer | None = None
         self.failure: str | None = None
-        self._changed, self._closing, self._reading = changed, False, False
+        self._changed, self._closing = changed, False
+        self._said = self._answered = 0
+        self._waits_since_s = 0.0
         self._channel, theirs = socket.socketpair()
         with theirs:
             try:
@@ -132,13 +137,16 @@ class _Process:
             return True
 
     def serve(self, reading: bool) -> None:
-        if reading != self._reading and self.offer is not None and not self.ended:
-            self._reading = reading
+        """Each such word is answered: that is how it shows that it is alive."""
+        if self.offer is not None and not self.ended:
+            if self._said == self._answered:
+                self._waits_since_s = time.monotonic()
+            self._said += 1
             with contextlib.suppress(OSError):  # it has just ended: the reader notices, and asks for the next
-                self._channel.sendall(_READING if reading else _IDLE)
+                self._channel.send(_READING if reading else _IDLE, socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        self._closing = True
+        self._closing = not self.ended  # how one has ended that did so by itself is worth a word
         if self.offer is None:
             self._process.kill()  # it has not begun to listen for the end
         with contextlib.suppress(OSError):  # it has ended
@@ -156,6 +164,7 @@ class _Process:
             self._process.kill()
             self.failure = str(error)
         self._changed()
+        self._hear()
         how = describe_exit(self._process.wait())
         if not self._closing and self.failure is None:
             log.warning(
@@ -173,6 +182,25 @@ class _Process:
         if isinstance(said, _Failure):
             raise TransferError(said.cause)
         return said
+
+    def _hear(self) -> None:
+        """Its answers, until it ends or is told to. One that owes an answer for too long is killed."""
+        self._channel.settimeout(STILL_S / 4)
+        while True:
+            try:
+                heard = self._channel.recv(4096)
+            except TimeoutError:
+                if self._said > self._answered and time.monotonic() - self._waits_since_s > STILL_S:
+                    log.warning("the process that offers weights to other hosts stood still for %g s", STILL_S)
+                    self._process.kill()
+                    return
+            except OSError:
+                return
+            else:
+                if not heard:
+                    return
+                self._answered += len(heard)
+                self._waits_since_s = time.monotonic()
 
     def _how_it_ended(self) -> str:
         try:
@@ -201,10 +229,10 @@ def main(channel_fd: int) -> NoReturn:
         offered = map_shared(order.segment)[order.segment.offset :]
         agent = TransferAgent(order.agent)
         agent.register(offered)
-    except (TransferError, OSError, ImportError) as error:
-        channel.sendall(msgspec.json.encode(_Failure(str(error))) + b"\n")
+        offer = Offer(order.agent, agent.metadata(), offered.data_ptr())
+    except Exception as error:  # whatever keeps it from offering, the reader is told
+        channel.sendall(msgspec.json.encode(_Failure(f"{type(error).__name__}: {error}")) + b"\n")
         sys.exit(1)
-    offer = Offer(order.agent, agent.metadata(), offered.data_ptr())
     channel.sendall(msgspec.json.encode(offer) + b"\n")
     reading = False
     while True:
@@ -212,6 +240,7 @@ def main(channel_fd: int) -> NoReturn:
             said = channel.recv(4096)
             if not said:
                 os._exit(0)  # an agent that is destroyed while it is read from may abort, and that only looks bad
+            channel.sendall(said)
             reading = said.endswith(_READING)
         if reading:
             agent.progress()

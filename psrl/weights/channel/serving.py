@@ -19,14 +19,13 @@ from psrl.weights.channel.nixl_agent import PROGRESS_S
 
 EXPIRY_S = 1.0
 """Pause between two looks for lost readers where none does."""
-LONGEST_LEASE_S = 600.0
 
 log = logging.getLogger(__name__)
 
 
 def lease_end_s(request: OpenRead) -> float:
     """When (time.monotonic) the reader that asks now is taken for lost."""
-    return time.monotonic() + min(max(request.lease_s, 0.0), LONGEST_LEASE_S)
+    return time.monotonic() + max(request.lease_s, 0.0)
 
 
 class Holder(Protocol):
