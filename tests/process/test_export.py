@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsdp2_ranks import make_actor, save
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from psrl import export as exporting
 from psrl.algorithms.sequences import Sequences
@@ -20,6 +20,7 @@ from psrl.config.schema import Config
 from psrl.export import ExportError, export, main
 from psrl.models.load import load_causal_lm
 from psrl.models.resolve import resolve_model
+from psrl.rollout.engines.weight_set import as_in_files
 from psrl.rundir.layout import RunDir
 from psrl.setup_run import lay_out
 from psrl.trainer.backends.base import MicroBatch
@@ -117,3 +118,20 @@ def test_refusals(tiny_model, tmp_path, capsys):
     assert main([str(run_dir.path)]) == 2
     assert "has no complete checkpoint yet" in capsys.readouterr().err
     assert not (run_dir.path / "export").exists()
+
+
+def test_a_model_whose_files_join_what_transformers_has_apart_is_refused():
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 16,
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("sarvam_moe", **small))
+    with pytest.raises(
+        ValueError,
+        match=r"files of sarvam_moe models have one tensor .*query_key_value.* where transformers has several",
+    ):
+        list(as_in_files(model, model.state_dict().items()))
