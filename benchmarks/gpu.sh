@@ -5,9 +5,10 @@
 #   two GPUs      tests headline
 #
 # Each part's output is shown and kept in OUT/PART.txt, its other results beside it. One that fails or takes too long does not keep the
-# next ones from running, and the last line says which did. SIZE (0.6b) is the model of rollout, pulls and headline; agentic, shared and
+# next ones from running, and the last line says which did. TESTS (all of ../tests/gpu, some twelve minutes) are files for tests, SIZE (0.6b) is the model of rollout, pulls and headline; agentic, shared and
 # headline go on where an earlier call with the same OUT ended, shared with AT_ONCE (1) settings side by side, on a GPU each.
-# Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests, shared and turns torch-memory-saver.
+# Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests, shared and turns torch-memory-saver;
+# tests that need LMCache are skipped without it.
 set -uo pipefail
 if [ $# -lt 2 ]; then
   sed -n '2,5p' "$0" >&2
@@ -33,7 +34,7 @@ part() { # part NAME SECONDS PROGRAM ARGUMENT...: a program of benchmarks/, or a
 
 for name in "$@"; do
   case $name in
-  tests) part tests 300 -m pytest ../tests/gpu --noconftest -p no:cacheprovider -m "" -q ;;
+  tests) part tests 580 -m pytest ${TESTS:-../tests/gpu} --noconftest -p no:cacheprovider -m "" -q ;;
   packing) part packing 240 gpu_trainer.py --packing --budget-s 210 ;;
   trainer) part trainer 300 gpu_trainer.py ;;
   weights) part weights 200 gpu_weights.py --reader-gpus 0 --rounds 7 ;;
