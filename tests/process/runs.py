@@ -121,16 +121,16 @@ class Run:
         self.start(changes)
         return self.wait()
 
-    def until(self, condition: Callable[[], T | None], what: str) -> T:
+    def until(self, condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S) -> T:
         """The first true value of `condition`; fails when the launcher ends or the deadline passes before."""
         assert self.launcher is not None
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + deadline_s
         while True:
             ended = self.launcher.poll() is not None
             if value := condition():
                 return value
             assert not ended, f"the run ended with {self.launcher.returncode} before {what}\n{self.story()}"
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}\n{self.story()}"
+            assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}\n{self.story()}"
             time.sleep(0.05)
 
     def close(self) -> None:

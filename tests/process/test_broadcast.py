@@ -101,7 +101,9 @@ def test_a_node_that_does_not_get_them_says_so_to_who_waits(world: World) -> Non
     second.say(pull=[0, 0, DEADLINE_S])
     wait_for_numbers(world, 2)
     until_status(first.pid, psutil.STATUS_STOPPED)  # in the middle of its pull
+    server = publishers[0].server_pid()
     publishers[0].kill()
+    until_status(server, psutil.STATUS_ZOMBIE)  # until it has gone, the rest may still be read
     os.kill(first.pid, signal.SIGCONT)
     for answer in (first.hear(), second.hear()):
         assert answer["retryable"] and "deadline" not in answer["error"]

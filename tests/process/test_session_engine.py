@@ -39,9 +39,9 @@ pytestmark = pytest.mark.process
 
 DEADLINE_S = 240
 TOKEN = "token-of-this-run"
-CONTEXT = 1024
+CONTEXT = 2048
 TURN_TOKENS = 14
-LONG_TURN, DISTURBED = 120, (3, 5, 6)
+LONG_TURN, DISTURBED = 300, (3, 5, 6)
 """Turns in which something happens have room for it: an engine decodes on while this process waits for a core."""
 VLLM = (
     pytest.mark.vllm,
@@ -157,7 +157,8 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
     (copy / "model.safetensors").unlink()
     torch.manual_seed(1)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model, **heads)).save_pretrained(copy)
+    larger = AutoConfig.from_pretrained(tiny_model, **heads, max_position_embeddings=CONTEXT)
+    AutoModelForCausalLM.from_config(larger).save_pretrained(copy)
     return copy
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from runs import NewRun
+import pytest
+from runs import DEADLINE_S, NewRun
 from vllm_runs import REAL_VLLM, VLLM, all_gone, engine_of
 
 pytestmark = REAL_VLLM
 
+RESTART_S = 2 * DEADLINE_S
+"""A start of vLLM takes half a minute of a core, and here they come one after the other."""
 
+
+@pytest.mark.timeout(5 * DEADLINE_S)
 def test_killed_workers_and_cores_end_their_instance_and_a_killed_instance_ends_them(new_run: NewRun) -> None:
     run = new_run(
         {
@@ -22,7 +27,7 @@ def test_killed_workers_and_cores_end_their_instance_and_a_killed_instance_ends_
     gone = [core, worker]
     worker.kill()
     run.until(lambda: "vLLM's engine core" in run.log("instance-0"), "the instance said why it ends")
-    run.until(run.steps_from_now(1), "the run went on with another one")
+    run.until(run.steps_from_now(1), "the run went on with another one", RESTART_S)
     core, worker = engine_of(run, besides=gone)
     gone += [core, worker]
     core.kill()

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from runs import ONE_INSTANCE, Run, of, sealed_groups
+from runs import ONE_INSTANCE, Run, lives, of, sealed_groups
 
 from psrl.coordinator.records import Take
 from psrl.export import export
@@ -98,7 +98,7 @@ def hold_samples_until_a_version_is_there(run: Run) -> None:
 
 
 def all_gone(processes: Collection[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(map(lives, processes))
 
 
 # ---- tokens --------------------------------------------------------------------------------------------------
