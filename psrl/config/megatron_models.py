@@ -14,6 +14,8 @@ MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Their model_type."""
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length and that leave the attention scores alone."""
+EXPERTS_MULTIPLE = 8
+"""torch's grouped matrix product, which Hugging Face's models use too, takes experts of such sizes (rows of whole 16 bytes in bfloat16)."""
 OTHER = f"use {ACTOR}.strategy=fsdp2"
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from psrl.config.errors import ConfigError
+from psrl.config.megatron_models import EXPERTS_MULTIPLE
 from psrl.config.schema import TinyModelConfig
 from psrl.models.tiny_tokenizer import END_ID, PAD_ID, make_tokenizer, save_tokenizer
 from psrl.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -75,6 +76,11 @@ def _check_shape(config: TinyModelConfig) -> None:
         raise ConfigError(
             f"model.tiny.num_experts={config.num_experts} must be 0, for a dense model, or at least {EXPERTS_PER_TOKEN}."
         )
+    for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
+        if config.num_experts and size % EXPERTS_MULTIPLE:
+            raise ConfigError(
+                f"model.tiny.{name}={size} must be a multiple of {EXPERTS_MULTIPLE} with model.tiny.num_experts."
+            )
 
 
 def _texts(items: Iterable[TaskItem]) -> Iterable[str]:

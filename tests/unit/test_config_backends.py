@@ -150,7 +150,7 @@ QWEN = {
         ),
         (
             {"strategy": "megatron", "megatron": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 8}},
-            QWEN | {"model_type": "qwen3_moe", "num_experts": 24, "intermediate_size": 3074},
+            QWEN | {"model_type": "qwen3_moe", "num_experts": 24, "intermediate_size": 3072},
             r"expert_model_parallel_size=2 x tensor_model_parallel_size=8 does not divide the model's 24 experts",
         ),
         (
@@ -164,6 +164,11 @@ QWEN = {
             r"this qwen3_moe model has dense layers among those with experts: use .*strategy=fsdp2",
         ),
         ({"strategy": "megatron"}, QWEN | {"model_type": "llama", "mlp_bias": True}, r"biases=True, activation silu"),
+        (
+            {},
+            QWEN | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100},
+            r"This qwen3_moe model has experts of 1024 x 100; their products take multiples of 8 only",
+        ),
         ({"strategy": "megatron"}, QWEN | {"hidden_act": "gelu"}, r"activation gelu and rope type default: use"),
         ({"strategy": "megatron"}, QWEN | {"rope_scaling": {"type": "yarn"}}, r"rope type yarn: use"),
         ({"strategy": "megatron"}, QWEN | {"rope_parameters": {"rope_type": "dynamic"}}, r"rope type dynamic: use"),

@@ -77,17 +77,15 @@ class ExpertLayer(torch.nn.Module):
         mine = chosen // here % dealt.tensor.size == dealt.tensor.rank
         order = chosen.where(mine, experts).argsort(stable=True)[: arrivals.num_sent]  # those of other ranks come last
         whose = order // self._routing.per_token
-        results = arrivals.send_back(self._experts(arrivals.fetch(tokens[whose]), arrivals.of_expert))
+        results = arrivals.send_back(self._experts(arrivals.fetch(tokens[whose]), arrivals.ends))
         return torch.zeros_like(tokens).index_add(0, whose, results * weights[order, None])
 
-    def _experts(self, inputs: torch.Tensor, of_expert: list[int]) -> torch.Tensor:
-        """`of_expert` rows for each of this rank's experts, one after the other. One without rows still has a gradient: zero."""
-        outputs = []
-        experts = zip(self.gate_up.unbind(), self.down.unbind(), inputs.split(of_expert), strict=True)
-        for gate_up, down, rows in experts:
-            gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-            outputs.append(F.linear(F.silu(gate) * up, down))
-        return torch.cat(outputs)
+    def _experts(self, inputs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts make of their rows, which `ends` deals to them. One without rows still has a gradient: zero."""
+        if not len(inputs):  # no product of groups: their gradients come from one expert's
+            return F.linear(F.linear(inputs, self.gate_up[0]).chunk(2, dim=-1)[0], self.down[0])
+        gate, up = F.grouped_mm(inputs, self.gate_up.mT, offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
 
 
 class Arrivals:
@@ -100,11 +98,10 @@ class Arrivals:
         if ranks.size > 1:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=ranks.group)
-        out, come = torch.stack([sent, received]).tolist()
-        self._out, self._come = [sum(each) for each in out], [sum(each) for each in come]
+        self._out, self._come = torch.stack([sent.sum(1), received.sum(1)]).tolist()
         self.num_sent = sum(self._out)
-        self.of_expert = [sum(each) for each in zip(*come, strict=True)]
-        """Rows for each of this rank's experts."""
+        self.ends = received.sum(0).cumsum(0).to(torch.int32)
+        """Where the rows of each of this rank's experts end, int32 on the device."""
         number = torch.arange(sent.shape[1], device=sent.device).repeat(len(sent))
         number = number.repeat_interleave(received.flatten(), output_size=sum(self._come))
         self._by_expert = number.argsort(stable=True)
