@@ -5,9 +5,9 @@
 #   two GPUs      tests headline
 #
 # Each part's output is shown and kept in OUT/PART.txt, its other results beside it. One that fails or takes too long does not keep the
-# next ones from running, and the last line says which did. TESTS (../tests/gpu, some twelve minutes) are the files of tests, SIZE (0.6b) is
-# the model of rollout, pulls and headline; agentic, shared and headline go on where an earlier call with the same OUT ended, shared with
-# AT_ONCE (1) settings side by side, on a GPU each.
+# next ones from running, and the last line says which did. TESTS (../tests/gpu, more than one call has time for) are files, named from
+# benchmarks/, for tests; SIZE (0.6b) is the model of rollout, pulls and headline; agentic, shared and headline go on where an earlier call
+# with the same OUT ended, shared with AT_ONCE (1) settings side by side, on a GPU each.
 # Needs torch with CUDA, vLLM, nixl-cu13, pytest, for tests and trainer megatron-core, for tests, shared and turns torch-memory-saver;
 # tests that need LMCache are skipped without it.
 set -uo pipefail

@@ -10,7 +10,8 @@ from typing import Any
 
 from psrl.config.actor import ranks_of_a_row
 from psrl.config.errors import ConfigError
-from psrl.config.megatron_models import ACTOR, EXPERTS_MULTIPLE, MEGATRON, check_megatron_model, num_experts
+from psrl.config.experts import check_expert_sizes
+from psrl.config.megatron_models import ACTOR, MEGATRON, check_megatron_model
 from psrl.config.schema import Config
 
 SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -123,7 +124,7 @@ def _check_fsdp(config: Config) -> None:
 def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
     """Refuse a model (the contents of its config.json) that the ranks cannot share as the configuration asks."""
     actor = config.train_actor_rollout_ref.actor
-    _check_expert_sizes(model)
+    check_expert_sizes(model)
     if actor.strategy == "megatron":
         check_megatron_model(model, actor.megatron)
         return
@@ -136,15 +137,6 @@ def check_model_layout(config: Config, model: Mapping[str, Any]) -> None:
     if heads % size:
         raise ConfigError(
             f"{ACTOR}.ulysses_sequence_parallel_size={size} does not divide the model's attention heads ({heads}): choose a divisor."
-        )
-
-
-def _check_expert_sizes(model: Mapping[str, Any]) -> None:
-    sizes = (model.get("hidden_size") or 0, model.get("moe_intermediate_size") or model.get("intermediate_size") or 0)
-    if num_experts(model) and any(size % EXPERTS_MULTIPLE for size in sizes):
-        raise ConfigError(
-            f"This {model.get('model_type')} model has experts of {sizes[0]} x {sizes[1]}; their products take multiples of "
-            f"{EXPERTS_MULTIPLE} only: take another model."
         )
 
 

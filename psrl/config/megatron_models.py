@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from psrl.config.errors import ConfigError
+from psrl.config.experts import num_experts
 from psrl.config.megatron import MegatronConfig
 
 ACTOR = "train_actor_rollout_ref.actor"
@@ -14,8 +15,6 @@ MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Their model_type."""
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings whose frequencies do not depend on the length and that leave the attention scores alone."""
-EXPERTS_MULTIPLE = 8
-"""torch's grouped matrix product, which Hugging Face's models use too, takes experts of such sizes (rows of whole 16 bytes in bfloat16)."""
 OTHER = f"use {ACTOR}.strategy=fsdp2"
 
 
@@ -23,11 +22,6 @@ def check_megatron_model(model: Mapping[str, Any], settings: MegatronConfig) -> 
     """ConfigError for a model that the backend does not have, or that ranks cannot share as `settings` say."""
     _check_kind(model)
     _check_sharing(model, settings)
-
-
-def num_experts(model: Mapping[str, Any]) -> int:
-    """In each layer; 0 without any."""
-    return model.get("num_experts") or model.get("num_local_experts") or 0
 
 
 def _check_kind(model: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from psrl.config.errors import ConfigError
-from psrl.config.megatron_models import EXPERTS_MULTIPLE
+from psrl.config.experts import EXPERTS_MULTIPLE
 from psrl.config.schema import TinyModelConfig
 from psrl.models.tiny_tokenizer import END_ID, PAD_ID, make_tokenizer, save_tokenizer
 from psrl.models.tokenizer import ChatTokenizer, load_tokenizer

@@ -34,8 +34,6 @@ BASE: dict[str, object] = {
     "gen_actor_rollout_ref.rollout.name": "vllm",
     "gen_actor_rollout_ref.rollout.dtype": "bfloat16",
     "gen_actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
-    "gen_actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 2
-    ** 30,  # nothing to measure: tests may run side by side
     "gen_actor_rollout_ref.rollout.ignore_eos": "True",
     "gen_actor_rollout_ref.rollout.max_num_seqs": 2,  # decoding takes longer than training: pulls meet samples in the making
     "data.max_response_length": 512,

@@ -116,9 +116,8 @@ VARIANTS = [
     with_experts("megatron-dp2-ep2", 4, slow=True, expert_model_parallel_size=2),
     with_experts("megatron-dp2-ep2-whole", 4, slow=True, expert_model_parallel_size=2, use_distributed_optimizer=False),
     with_experts("megatron-tp2-ep2", 4, slow=True, tensor_model_parallel_size=2, expert_model_parallel_size=2),
-    with_experts(
-        "megatron-dp3-pp2", 6, slow=True, pipeline_model_parallel_size=2
-    ),  # more ranks than tensors of experts
+    # More ranks than tensors of experts to deal.
+    with_experts("megatron-dp3-pp2", 6, slow=True, pipeline_model_parallel_size=2),
     with_experts("megatron-pp2-ep2", 4, slow=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2),
     with_experts(
         "megatron-unpadded-pp2-ep2",

@@ -82,9 +82,8 @@ def test_preemptions_are_counted_though_samples_take_turns(engine: Engine) -> No
     for group in range(2):
         engine.submit(request(group, prompt(9, group), [50]))
     run_until(engine, outputs, 10)
-    for group in range(
-        2, 5
-    ):  # more than there is room for, however late they come; one behind the other: they are in different steps from now on
+    # More than there is room for, however late they come; one behind the other, so they are in different steps from now on.
+    for group in range(2, 5):
         engine.submit(request(group, prompt(9, group), [50]))
         run_until(engine, outputs, 12 + group)
     run(engine, outputs)

@@ -28,7 +28,7 @@ def as_in_files(
         if again := seen.intersection(found):
             raise ValueError(
                 f"files of {model.config.model_type} models have one tensor {min(again)} where transformers has several, {name} among "
-                "them: psrl can train such a model and cannot write its files"
+                "them: train such a model with gen_actor_rollout_ref.rollout.name=torch; psrl cannot write its files"
             )
         seen.update(found)
         yield from found.items()

@@ -334,9 +334,8 @@ def _owners(
     replicas = _replicas(layout.replicas, others, distributed)
     if not experts:
         return Owners(replicas, tied)
-    sizes = {
-        name: weight.numel() for name, weight in seen.items() if name in experts
-    }  # two a layer: a rank may get none
+    # Two tensors a layer, so there may be fewer than ranks: a rank without any has others to step.
+    sizes = {name: weight.numel() for name, weight in seen.items() if name in experts}
     return Owners(replicas, tied, _replicas(layout.expert_replicas, sizes, distributed), experts)
 
 

@@ -22,8 +22,9 @@ with warnings.catch_warnings():  # without Apex and TransformerEngine it says so
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import ModuleSpec, TransformerConfig
 
+from psrl.config.experts import num_experts
 from psrl.config.megatron import MegatronConfig
-from psrl.config.megatron_models import check_megatron_model, num_experts
+from psrl.config.megatron_models import check_megatron_model
 from psrl.trainer.backends.experts import ExpertLayer, Routing
 from psrl.trainer.backends.hf_mapping import Kind, Rule, Sizes, block, join_local, padded_vocabulary, rules
 from psrl.trainer.backends.megatron_layout import Dealt
@@ -36,7 +37,8 @@ LocalWeights = dict[str, tuple[Rule, torch.Tensor]]
 
 def model_sizes(config: PretrainedConfig, settings: MegatronConfig) -> Sizes:
     """The sizes of a Hugging Face model; ConfigError for one that ranks cannot share as `settings` say."""
-    check_megatron_model(config.to_dict(), settings)
+    model = config.to_dict()
+    check_megatron_model(model, settings)
     return Sizes(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
@@ -46,7 +48,7 @@ def model_sizes(config: PretrainedConfig, settings: MegatronConfig) -> Sizes:
         qkv_bias=config.model_type == "qwen2",
         qk_norm=config.model_type in ("qwen3", "qwen3_moe"),
         tied=bool(config.tie_word_embeddings),
-        num_experts=num_experts(config.to_dict()),
+        num_experts=num_experts(model),
     )
 
 

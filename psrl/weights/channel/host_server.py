@@ -231,7 +231,8 @@ def main(channel_fd: int) -> NoReturn:
         agent.register(offered)
         offer = Offer(order.agent, agent.metadata(), offered.data_ptr())
     except Exception as error:  # whatever keeps it from offering, the reader is told
-        channel.sendall(msgspec.json.encode(_Failure(f"{type(error).__name__}: {error}")) + b"\n")
+        cause = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+        channel.sendall(msgspec.json.encode(_Failure(cause)) + b"\n")
         sys.exit(1)
     channel.sendall(msgspec.json.encode(offer) + b"\n")
     reading = False
