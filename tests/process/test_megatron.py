@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+from backend_launch import launch
 from fsdp2_ranks import VOCABULARY, make_actor, make_batches, make_groups, make_model, train_step
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -107,3 +109,9 @@ def test_models_that_cannot_be_are_refused(config, size, message):
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=message):
         megatron(model, megatron=MegatronConfig(tensor_model_parallel_size=size))
+
+
+def test_tensor_parallel_ranks_that_would_choose_other_experts_follow_the_first(tmp_path):
+    """Their routers drift apart by rounding at most; here they are opposite, so that a choice of its own would show."""
+    [found] = launch(tmp_path, 2, script=Path(__file__).with_name("expert_ranks.py"))
+    assert found["gap"] < 1e-5
