@@ -13,7 +13,7 @@ from psrl.config.coordination import KVTransferConfig
 from psrl.config.errors import ConfigError
 from psrl.config.lmcache import LMCacheConfig, fetches_first
 
-CONNECTOR = "LMCacheConnectorV1"
+CONNECTOR = "psrl.rollout.lmcache_connector:LMCacheBlockConnector"
 """LMCache within each worker of the engine. (A user's own `LMCacheMPConnector` works too: requests carry its salt.)"""
 PORTS_PER_RANK = 3
 CHUNK_HASH = "sha256_cbor"
@@ -87,9 +87,11 @@ def lmcache_settings(
     if config.config_file is not None:
         _refuse_said_twice(config.config_file, values)
         environment["LMCACHE_CONFIG_FILE"] = config.config_file
+    module, _, name = CONNECTOR.partition(":")
     return LMCacheSettings(
         kv_transfer_config={
-            "kv_connector": CONNECTOR,
+            "kv_connector": name,
+            "kv_connector_module_path": module,
             "kv_role": "kv_both",
             "kv_connector_extra_config": {f"lmcache.{key}": value for key, value in values.items()},
         },

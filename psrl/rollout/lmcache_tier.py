@@ -17,17 +17,13 @@ LARGEST_SHARE = 0.5
 
 
 class Tier:
-    """`engine`: LMCache's engine in this worker. ValueError if it does not keep whole chunks."""
+    """`engine`: LMCache's engine in this worker. ValueError if this worker has none."""
 
     def __init__(self, engine: Any) -> None:
         if engine.storage_manager is None:
             raise ValueError(
                 "kv_transfer.transfer_mode sync and pin_sync need a tier in each worker, and LMCache keeps that of a model with latent "
                 "attention in the first one only: use async"
-            )
-        if engine.use_layerwise or engine.config.save_unfull_chunk:
-            raise ValueError(
-                "kv_transfer moves whole chunks: take use_layerwise and save_unfull_chunk out of psrl.lmcache.config_file"
             )
         self._engine, self._names = engine, engine.token_database
         self._cpu = engine.storage_manager.local_cpu_backend

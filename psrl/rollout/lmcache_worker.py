@@ -14,12 +14,21 @@ from psrl.rollout.lmcache_messages import PullOrder
 from psrl.rundir.layout import RunDir
 
 WAKE_S = 0.005
+NOT_WHOLE = ("use_layerwise", "save_unfull_chunk", "enable_blending")
+"""LMCache's settings with which it takes the engine's cache apart."""
 
 
 def attend_offload_tier() -> None:
     """Call once in each worker when its KV cache is there. RuntimeError if LMCache did not start: vLLM goes on without it
-    and only its log says so, but the tier was asked for by name."""
-    answer_in_time(_tier())
+    and only its log says so, but the tier was asked for by name. ValueError for settings and caches whose blocks cannot be
+    copied whole."""
+    engine = _tier()
+    if named := [name for name in NOT_WHOLE if getattr(engine.config, name)]:
+        raise ValueError(
+            f"whole blocks are copied to and from LMCache: take {', '.join(named)} out of psrl.lmcache.config_file or the environment"
+        )
+    engine.gpu_connector.attach()
+    answer_in_time(engine)
 
 
 def empty_offload_tier() -> int:

@@ -104,3 +104,9 @@ def test_a_worker_without_a_tier_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     for call in (attend_offload_tier, empty_offload_tier):
         with pytest.raises(RuntimeError, match="LMCache did not start in this worker"):
             call()
+
+
+def test_settings_that_take_blocks_apart_are_refused(worker: Worker) -> None:
+    worker.engine.config.save_unfull_chunk = True
+    with pytest.raises(ValueError, match=r"take save_unfull_chunk out of psrl\.lmcache\.config_file"):
+        attend_offload_tier()

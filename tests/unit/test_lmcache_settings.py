@@ -168,7 +168,7 @@ def test_sizes_are_shared_out_over_ranks() -> None:
 def test_without_p2p_nothing_listens() -> None:
     made = settings()
     assert not {key for key in made.engine_config if "port" in key or "controller" in key or "p2p" in key}
-    assert made.kv_transfer_config["kv_connector"] == "LMCacheConnectorV1"
+    assert made.kv_transfer_config["kv_connector_module_path"] == "psrl.rollout.lmcache_connector"
     assert made.environment == {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false"}
 
 

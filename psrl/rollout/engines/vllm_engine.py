@@ -118,9 +118,14 @@ class VllmEngine:
         self._specs = dict(specs)
         self._core = EngineCore(config)
         self._shared = SharedTensors("psrl-weights", self._specs)
-        self._core.call_workers("psrl_prepare", self._shared.path, self._shared.layout, timeout_s=PREPARE_TIMEOUT_S)
-        if kv_transfer_config is not None:
-            self._core.call_workers("psrl_attend_offload", timeout_s=PREPARE_TIMEOUT_S)
+        try:
+            self._core.call_workers("psrl_prepare", self._shared.path, self._shared.layout, timeout_s=PREPARE_TIMEOUT_S)
+            if kv_transfer_config is not None:
+                self._core.call_workers("psrl_attend_offload", timeout_s=PREPARE_TIMEOUT_S)
+        except BaseException:
+            self._core.close()
+            self._shared.close()
+            raise
         cache = config.cache_config
         if self._cache is not None and not (
             cache.enable_prefix_caching and names_blocks_of(cache.block_size, block_size)
