@@ -56,9 +56,13 @@ def prepare_run(run_dir: RunDir) -> None:
         log.warning("%s", warning)
     task = check_inputs(config)
     settle_mode(config, run_dir)
-    model = resolve_model(config, run_dir)
-    stats = prepare(config, task, load_tokenizer(model.path), run_dir.data / PROMPTS)
-    check_data_size(config, stats.kept, stats.skipped)
+
+    def write_prompts(model: Path) -> None:
+        stats = prepare(config, task, load_tokenizer(model), run_dir.data / PROMPTS)
+        check_data_size(config, stats.kept, stats.skipped)
+
+    model = resolve_model(config, run_dir, before_training=write_prompts)
+    write_prompts(model.path)
     if validates(config):
         prepare(config, validation_task(config), load_tokenizer(model.path), run_dir.data / VALIDATION_PROMPTS)
 

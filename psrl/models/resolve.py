@@ -44,15 +44,18 @@ class _Record(msgspec.Struct, kw_only=True):
     path: str | None
 
 
-def resolve_model(config: Config, run_dir: RunDir) -> ModelSource:
+def resolve_model(
+    config: Config, run_dir: RunDir, *, before_training: Callable[[Path], None] = lambda directory: None
+) -> ModelSource:
     """Find or make the configured model, and leave a note in the run directory for `run_model`.
 
     model.path wins; tiny is made once in the run directory, smollm2_135m once a node and user. Doing it again is cheap.
-    Raises ConfigError with one sentence if there is no such model.
+    Raises ConfigError with one sentence if there is no such model. `before_training` sees a tiny model's directory when all but
+    the weights is there, and may refuse it: its warm start takes seconds that are better not spent in vain.
     """
     name = HF if config.model.path is not None else config.model.name
     if name == TINY:
-        record = _Record(name=TINY, path=str(_tiny(config, run_dir)))
+        record = _Record(name=TINY, path=str(_tiny(config, run_dir, before_training)))
     elif name == SMOLLM2:
         record = _Record(name=SMOLLM2, path=None)  # every node has its own copy
     elif config.model.path is not None:
@@ -62,7 +65,8 @@ def resolve_model(config: Config, run_dir: RunDir) -> ModelSource:
     else:
         raise ConfigError(f"model.name={name} is unknown: allowed are {TINY}, {SMOLLM2}, or {HF} with model.path.")
     source = _find(record)
-    _refuse_unfit(source, config)
+    _refuse_short_context(source, config)
+    _refuse_unfit(source.path, config)
     note = _note(run_dir)
     if not note.exists():
         publish(note, msgspec.json.encode(record))
@@ -72,7 +76,9 @@ def resolve_model(config: Config, run_dir: RunDir) -> ModelSource:
 def check_model(config: Config) -> None:
     """What can be told of the configured model without a run directory. ConfigError if a run would refuse it."""
     if config.model.path is not None:
-        _refuse_unfit(describe_model(Path(config.model.path).expanduser().absolute()), config)
+        source = describe_model(Path(config.model.path).expanduser().absolute())
+        _refuse_short_context(source, config)
+        _refuse_unfit(source.path, config)
 
 
 def run_model(run_dir: RunDir) -> ModelSource:
@@ -119,14 +125,19 @@ def make_directory_once(final: Path, fill: Callable[[Path], None]) -> Path:
     return final
 
 
-def _tiny(config: Config, run_dir: RunDir) -> Path:
+def _tiny(config: Config, run_dir: RunDir, before_training: Callable[[Path], None]) -> Path:
+    def check(directory: Path) -> None:
+        _refuse_unfit(directory, config)
+        before_training(directory)
+
     def build(directory: Path) -> None:
         from psrl.models.tiny import build_tiny
 
         spec = task_spec(config)
         task, practice = build_task(spec), build_task(spec.with_seed(spec.seed + PRACTICE_SEED))
         practice = training_task(config, practice)  # what is held out for validation is not practised either
-        build_tiny(config.model.tiny, task, practice, directory, context_length(config))
+        context = context_length(config)
+        build_tiny(config.model.tiny, task, practice, directory, context, before_training=check)
 
     return make_directory_once(run_dir.path / "model", build)
 
@@ -157,9 +168,8 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _refuse_unfit(source: ModelSource, config: Config) -> None:
-    _refuse_short_context(source, config)
-    settings = _json(source.path / "config.json")
+def _refuse_unfit(directory: Path, config: Config) -> None:
+    settings = _json(directory / "config.json")
     model = settings.get("text_config") or settings
     check_model_layout(config, model)
     check_engine_model(config, model)

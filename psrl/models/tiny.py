@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,27 @@ EXPERTS_PER_TOKEN = 2
 
 
 def build_tiny(
-    config: TinyModelConfig, task: Task, practice: Task, directory: Path, context: int
+    config: TinyModelConfig,
+    task: Task,
+    practice: Task,
+    directory: Path,
+    context: int,
+    *,
+    before_training: Callable[[Path], None] = lambda directory: None,
 ) -> WarmStartReport | None:
     """Make the tiny model for `task` in `directory` (which exists and is empty).
 
     The tokenizer's merges come from the texts of `task`, the supervised warm start from the solved items of `practice`
     (the same task under another seed). The same arguments give the same files. Returns None where no warm start was
     made: `warm_start_steps` is 0, or the task knows no solutions. Raises ConfigError on an impossible shape.
+    `before_training` sees the directory with all but the weights, and may raise.
     """
     _check_shape(config)
     save_tokenizer(make_tokenizer(_texts(islice(task.items(), VOCAB_TEXTS))), directory, context)
     tokenizer = load_tokenizer(directory)
     model = random_tiny(config, tokenizer.vocab_size, context)
+    model.config.save_pretrained(directory)
+    before_training(directory)
     solved = [solved_example(item, tokenizer) for item in islice(practice.items(), WARM_START_ITEMS)]
     examples = [example for example in solved if example is not None]
     examples = [e for e in examples if len(e.prompt_ids) + len(e.answer_ids) <= context]

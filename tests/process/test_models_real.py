@@ -124,6 +124,24 @@ def test_an_impossible_shape_is_refused(tmp_path: Path, shape: dict[str, int], k
         build_tiny(TinyModelConfig(**{**SMALL.__dict__, **shape}), DigitSum(), DigitSum(), tmp_path, 64)
 
 
+def test_what_does_not_fit_is_refused_before_the_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psrl.models.tiny.warm_start", lambda *args: pytest.fail("it was trained in vain"))
+    config, run = run_with(tmp_path)
+    config.train_actor_rollout_ref.actor.strategy = "megatron"
+    config.train_actor_rollout_ref.actor.megatron.tensor_model_parallel_size = 3
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=3"):
+        resolve_model(config, run)
+
+    def refuse(directory: Path) -> None:
+        assert load_tokenizer(directory).encode("1") and json.loads((directory / "config.json").read_text())
+        raise ConfigError("no room")
+
+    config, run = run_with(tmp_path)
+    with pytest.raises(ConfigError, match="no room"):
+        resolve_model(config, run, before_training=refuse)
+    assert not list(run.path.glob("*model*"))
+
+
 def test_loading_refuses_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dtype float16 is refused: allowed are float32 and bfloat16"):
         load_causal_lm(tmp_path, "float16")
