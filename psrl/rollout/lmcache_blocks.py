@@ -32,6 +32,9 @@ class BlockBytes:
                 f"{held} bytes for {block_tokens} tokens, not {token_bytes} for each"
             )
         self._block_tokens = block_tokens
+        shape, strides = tuple(layers[0].shape[1:]), layers[0].stride()[1:]
+        self.layout = f"blocks of {block_tokens} tokens, {shape} with strides {strides} of {layers[0].dtype}"
+        """What a block is; blocks of caches that say the same can be exchanged."""
         self._staging = self._rows[0].new_empty(len(layers), chunk_tokens // block_tokens, self._rows[0].shape[1])
         """A chunk beside the cache, in one piece: copies to and from the host are large."""
 

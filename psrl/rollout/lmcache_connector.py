@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import lmcache.v1.gpu_connector as lmcache_connectors
 import torch
-from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
@@ -25,31 +23,40 @@ from psrl.rollout.lmcache_blocks import BlockBytes
 from psrl.rollout.lmcache_tier import chunk_memory
 
 
-class BlockCopies(GPUConnectorInterface):
-    """What LMCache calls to move chunks between the tier and the engine's cache. Everything is done when a call returns."""
+class BlockCopies:
+    """What LMCache moves chunks between the tier and the engine's cache with: as much of its GPUConnectorInterface as it calls where
+    it copies all layers at once. Everything is done when a call returns."""
 
     def __init__(self, *, token_bytes: int, chunk_tokens: int) -> None:
         self._token_bytes, self._chunk_tokens = token_bytes, chunk_tokens
         self._blocks: BlockBytes | None = None
-        self._cache: tuple[Sequence[torch.Tensor], int] | None = None
+        self._cache: tuple[Sequence[torch.Tensor], int, int] | None = None
 
-    def register(self, layers: Sequence[torch.Tensor], block_tokens: int) -> None:
-        """The engine's cache, as soon as it is there."""
-        self._cache = layers, block_tokens
+    def register(self, layers: Sequence[torch.Tensor], *, blocks: int, block_tokens: int) -> None:
+        """The engine's cache, as soon as it is there: so many blocks, of which the kernels may know each as several."""
+        self._cache = layers, blocks, block_tokens
 
     def attach(self) -> None:
-        """Before anything is copied. ValueError as `BlockBytes`."""
+        """Before anything is copied. ValueError as `BlockBytes`, or if a layer is not a row of blocks."""
         assert self._cache is not None
-        layers, block_tokens = self._cache
+        layers, blocks, block_tokens = self._cache
+        if layers[0].shape[0] % blocks:
+            raise ValueError(
+                f"the engine's cache is not {blocks} blocks in a row but {tuple(layers[0].shape)}: LMCache cannot be used with this "
+                "attention backend"
+            )
         self._blocks = BlockBytes(
-            layers, block_tokens=block_tokens, token_bytes=self._token_bytes, chunk_tokens=self._chunk_tokens
+            layers,
+            block_tokens=block_tokens * blocks // layers[0].shape[0],
+            token_bytes=self._token_bytes,
+            chunk_tokens=self._chunk_tokens,
         )
 
-    def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
-        self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
-
-    def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None:
-        self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
+    @property
+    def layout(self) -> str:
+        """What a chunk's bytes are."""
+        assert self._blocks is not None
+        return self._blocks.layout
 
     def batched_from_gpu(self, memory_objs: Any, starts: list[int], ends: list[int], **kwargs: Any) -> None:
         assert self._blocks is not None
@@ -67,9 +74,6 @@ class BlockCopies(GPUConnectorInterface):
             self._blocks.load(chunk_memory(chunk), kwargs["slot_mapping"][start:end], skip=skip)
         self._blocks.wait()
 
-    def get_shape(self, num_tokens: int) -> torch.Size:
-        raise NotImplementedError("LMCache asks for it where it copies layer by layer, which psrl refuses")
-
 
 class LMCacheBlockConnector(LMCacheConnectorV1):  # type: ignore[misc]  # vLLM has no types here
     """vLLM makes one in its scheduler and one in each worker."""
@@ -78,11 +82,12 @@ class LMCacheBlockConnector(LMCacheConnectorV1):  # type: ignore[misc]  # vLLM h
         self._copies: BlockCopies | None = None
         with self._own_copies():
             super().__init__(vllm_config, role, kv_cache_config)
-        self._slots = kv_cache_config.num_blocks * vllm_config.cache_config.block_size
+        self._size = {"blocks": kv_cache_config.num_blocks, "block_tokens": vllm_config.cache_config.block_size}
 
     @contextmanager
     def _own_copies(self) -> Iterator[None]:
         """LMCache makes its copier within, for the devices that it knows."""
+        import lmcache.v1.gpu_connector as lmcache_connectors  # not sooner: vLLM looks at this class before it starts workers
 
         def make(config: Any, metadata: Any, engine: Any, layout_hints: Any = None) -> BlockCopies:
             layers, planes, _, heads, size = metadata.kv_shape
@@ -98,9 +103,8 @@ class LMCacheBlockConnector(LMCacheConnectorV1):  # type: ignore[misc]  # vLLM h
             lmcache_connectors.CreateGPUConnector = before
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers = list(kv_caches.values())
         if self._copies is not None:
-            self._copies.register(layers, self._slots // layers[0].shape[0])
+            self._copies.register(list(kv_caches.values()), **self._size)
         super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

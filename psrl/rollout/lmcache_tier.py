@@ -37,7 +37,7 @@ class Tier:
         """Chunks that transfers may keep or fill at a time."""
         self.layout = (
             f"{self.chunk_size} tokens of {[tuple(s) for s in self._shapes]} {self._dtypes}, "
-            f"rank {self.rank} of {metadata.world_size}"
+            f"rank {self.rank} of {metadata.world_size}, {engine.gpu_connector.layout}"
         )
         """What a chunk here is; chunks of workers that say the same can be exchanged."""
 

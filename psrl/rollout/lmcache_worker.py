@@ -18,14 +18,23 @@ NOT_WHOLE = ("use_layerwise", "save_unfull_chunk", "enable_blending")
 """LMCache's settings with which it takes the engine's cache apart."""
 
 
-def attend_offload_tier() -> None:
+def attend_offload_tier(pipeline_stages: int = 1) -> None:
     """Call once in each worker when its KV cache is there. RuntimeError if LMCache did not start: vLLM goes on without it
     and only its log says so, but the tier was asked for by name. ValueError for settings and caches whose blocks cannot be
-    copied whole."""
+    copied whole, and for a model whose `pipeline_stages` LMCache would leave out."""
     engine = _tier()
     if named := [name for name in NOT_WHOLE if getattr(engine.config, name)]:
         raise ValueError(
             f"whole blocks are copied to and from LMCache: take {', '.join(named)} out of psrl.lmcache.config_file or the environment"
+        )
+    if engine.config.remote_url and engine.config.remote_serde not in (None, "naive"):
+        raise ValueError(
+            f"remote_serde={engine.config.remote_serde} squeezes keys and values, whose places in a block it does not know: use naive"
+        )
+    if engine.save_only_first_rank and pipeline_stages > 1:
+        raise ValueError(
+            "psrl.lmcache.enable=True is refused for a model with latent attention on pipeline stages: LMCache keeps what the first worker has, "
+            "and no other stage would load anything; use pipeline_model_parallel_size=1"
         )
     engine.gpu_connector.attach()
     answer_in_time(engine)

@@ -32,6 +32,8 @@ LAYERS, HEADS, HEAD_SIZE = 2, 2, 4
 class Recorder(MockGPUConnector):
     """Writes `mark` into what is stored and says what it finds in what is loaded."""
 
+    layout = "marks"
+
     def attach(self):
         """There is no cache of an engine here."""
 

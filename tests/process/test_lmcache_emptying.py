@@ -107,6 +107,17 @@ def test_a_worker_without_a_tier_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_settings_that_take_blocks_apart_are_refused(worker: Worker) -> None:
-    worker.engine.config.save_unfull_chunk = True
+    config = worker.engine.config
+    config.remote_url, config.remote_serde = "lm://127.0.0.1:1", "cachegen"
+    with pytest.raises(ValueError, match="remote_serde=cachegen squeezes keys and values"):
+        attend_offload_tier()
+    config.save_unfull_chunk = True
     with pytest.raises(ValueError, match=r"take save_unfull_chunk out of psrl\.lmcache\.config_file"):
         attend_offload_tier()
+
+
+def test_latent_attention_on_pipeline_stages_is_refused(worker: Worker) -> None:
+    worker.engine.save_only_first_rank = True
+    attend_offload_tier(1)
+    with pytest.raises(ValueError, match="use pipeline_model_parallel_size=1"):
+        attend_offload_tier(2)

@@ -97,7 +97,7 @@ class PsrlWorker:
 
     def psrl_attend_offload(self) -> None:
         """Look after LMCache, or raise if it did not start here."""
-        attend_offload_tier()
+        attend_offload_tier(self.parallel_config.pipeline_parallel_size)
 
     def psrl_empty_offload(self) -> int:
         """Drop all that LMCache holds."""
