@@ -60,7 +60,7 @@ def widest_gap_of_the_trainer(run: Run, step: int = 1) -> float:
     [
         pytest.param(NIXL, "nixl", False, id="tiny"),
         pytest.param(SMOLLM2, "nixl", True, id="smollm2"),  # it trains longer than it decodes
-        pytest.param(TWO_WORKERS, "shm", False, id="two-workers", marks=pytest.mark.slow),
+        pytest.param(TWO_WORKERS, "shm", False, id="two-workers"),
         pytest.param(EXPERTS, "nixl", True, id="experts-on-two-workers"),
     ],
 )
