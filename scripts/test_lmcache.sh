@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-lmcache, psrl beside LMCache, then runs the tests that need a real LMCache; none needs a GPU. Arguments go to pytest.
+# Makes .venv-lmcache, psrl beside LMCache, then runs the tests that need a real LMCache, with .venv-vllm at hand those within vLLM, too (the slow
+# ones left out); none needs a GPU. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install_lmcache_cpu.sh

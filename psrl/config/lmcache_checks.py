@@ -112,7 +112,7 @@ def _check_shared(settings: LMCacheConfig) -> None:
 
 
 def _check_channel(config: Config) -> None:
-    """UCX_TLS=tcp holds for the whole process of an engine, and UCX does not reach GPU memory with it. (LMCache in a run needs GPUs.)"""
+    """UCX_TLS=tcp holds for the whole process of an engine, and UCX does not reach GPU memory with it."""
     settings, p = config.psrl.lmcache, config.psrl
     pulls_over_ucx = p.ps_mode != "filesystem" and p.weights.route != "shm"
     if settings.p2p_transfer_channel == "tcp" and pulls_over_ucx:

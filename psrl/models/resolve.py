@@ -65,8 +65,7 @@ def resolve_model(
     else:
         raise ConfigError(f"model.name={name} is unknown: allowed are {TINY}, {SMOLLM2}, or {HF} with model.path.")
     source = _find(record)
-    _refuse_short_context(source, config)
-    _refuse_unfit(source.path, config)
+    _refuse_unfit(source, config)
     note = _note(run_dir)
     if not note.exists():
         publish(note, msgspec.json.encode(record))
@@ -76,9 +75,7 @@ def resolve_model(
 def check_model(config: Config) -> None:
     """What can be told of the configured model without a run directory. ConfigError if a run would refuse it."""
     if config.model.path is not None:
-        source = describe_model(Path(config.model.path).expanduser().absolute())
-        _refuse_short_context(source, config)
-        _refuse_unfit(source.path, config)
+        _refuse_unfit(describe_model(Path(config.model.path).expanduser().absolute()), config)
 
 
 def run_model(run_dir: RunDir) -> ModelSource:
@@ -127,7 +124,7 @@ def make_directory_once(final: Path, fill: Callable[[Path], None]) -> Path:
 
 def _tiny(config: Config, run_dir: RunDir, before_training: Callable[[Path], None]) -> Path:
     def check(directory: Path) -> None:
-        _refuse_unfit(directory, config)
+        _refuse_shape(directory, config)
         before_training(directory)
 
     def build(directory: Path) -> None:
@@ -168,7 +165,12 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _refuse_unfit(directory: Path, config: Config) -> None:
+def _refuse_unfit(source: ModelSource, config: Config) -> None:
+    _refuse_short_context(source, config)
+    _refuse_shape(source.path, config)
+
+
+def _refuse_shape(directory: Path, config: Config) -> None:
     settings = _json(directory / "config.json")
     model = settings.get("text_config") or settings
     check_model_layout(config, model)

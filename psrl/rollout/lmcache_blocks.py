@@ -29,7 +29,7 @@ class BlockBytes:
         if held != token_bytes * block_tokens or len({rows.shape for rows in self._rows}) != 1:
             raise ValueError(
                 f"{len(layers)} layers with blocks of {sorted({tuple(layer.shape[1:]) for layer in layers})} {layers[0].dtype} hold "
-                f"{held} bytes for {block_tokens} tokens, not {token_bytes} for each"
+                f"{held} bytes for {block_tokens} tokens, not {token_bytes} for each: use psrl.lmcache.enable=False with this model"
             )
         self._block_tokens = block_tokens
         shape, strides = tuple(layers[0].shape[1:]), layers[0].stride()[1:]
@@ -72,7 +72,9 @@ def _rows(layer: torch.Tensor) -> torch.Tensor:
     inner = sorted(range(1, layer.ndim), key=lambda axis: strides[axis], reverse=True)
     ordered = layer.permute(0, *inner)
     if not ordered[0].is_contiguous():
-        raise ValueError(f"a block of {tuple(layer.shape)} with strides {strides} is not one piece of memory")
+        raise ValueError(
+            f"a block of {tuple(layer.shape)} with strides {strides} is not one piece of memory: use psrl.lmcache.enable=False"
+        )
     rows = ordered.as_strided((layer.shape[0], ordered[0].numel()), (strides[0], 1)).view(torch.uint8)
     fits = all(n % 8 == 0 for n in (rows.shape[1], rows.stride(0), rows.storage_offset(), rows.data_ptr()))
     return rows.view(torch.int64) if fits else rows

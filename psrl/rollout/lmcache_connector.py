@@ -2,7 +2,7 @@
 know vLLM's cache, and without a step that leaves loads out.
 
 LMCache 0.5 copies token by token with kernels made for caches with keys and values apart. vLLM 0.26 keeps them in one dimension, and
-what was loaded was silently wrong (found in a run: log-probs 0.1 from the trainer's). And LMCache takes a step without attention
+what was loaded was silently wrong (found in a run: rollout_corr/kl 0.11 instead of 0.0002). And LMCache takes a step without attention
 metadata for one without requests, but vLLM runs steps as whole CUDA graphs without any: what the scheduler had counted as loaded was
 not there.
 """
@@ -42,8 +42,8 @@ class BlockCopies:
         layers, blocks, block_tokens = self._cache
         if layers[0].shape[0] % blocks:
             raise ValueError(
-                f"the engine's cache is not {blocks} blocks in a row but {tuple(layers[0].shape)}: LMCache cannot be used with this "
-                "attention backend"
+                f"the engine's cache is not {blocks} blocks in a row but {tuple(layers[0].shape)}: use psrl.lmcache.enable=False "
+                "with this attention backend"
             )
         self._blocks = BlockBytes(
             layers,

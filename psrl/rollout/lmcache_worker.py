@@ -29,7 +29,7 @@ def attend_offload_tier(pipeline_stages: int = 1) -> None:
         )
     if engine.config.remote_url and engine.config.remote_serde not in (None, "naive"):
         raise ValueError(
-            f"remote_serde={engine.config.remote_serde} squeezes keys and values, whose places in a block it does not know: use naive"
+            f"remote_serde={engine.config.remote_serde} squeezes keys and values, whose places in a block it does not know: use naive in psrl.lmcache.config_file"
         )
     if engine.save_only_first_rank and pipeline_stages > 1:
         raise ValueError(

@@ -123,8 +123,7 @@ class VllmEngine:
             if kv_transfer_config is not None:
                 self._core.call_workers("psrl_attend_offload", timeout_s=PREPARE_TIMEOUT_S)
         except BaseException:
-            self._core.close()
-            self._shared.close()
+            self.close()
             raise
         cache = config.cache_config
         if self._cache is not None and not (
