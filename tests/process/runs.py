@@ -209,6 +209,10 @@ class Run:
         wanted = self.version + steps
         return lambda: self.version >= wanted
 
+    def are_here(self, *instances: str) -> Callable[[], bool]:
+        """Whether each of `instances` has said hello; a process alone may be busy with its imports."""
+        return lambda: all(f"instance {name} is here" in self.log("coordinator") for name in instances)
+
     def stands_still(self, seconds: float) -> Callable[[], bool]:
         """Whether no version has come for so long."""
         last, since = self.version, time.monotonic()

@@ -33,7 +33,7 @@ def joined(run: Run, gate: Path, num_instances: int) -> tuple[Joiner, list[str]]
     gate.touch()
     joiner = run.join("--instances", str(num_instances))
     names = [f"instance-{joiner.name}-{i}" for i in range(num_instances)]
-    run.until(lambda: all(f"{name} is here" in run.log("coordinator") for name in names), f"{names} were there")
+    run.until(run.are_here(*names), f"{names} were there")
     gate.unlink()
     run.until(lambda: at_work(run, names), f"{names} had made groups")
     return joiner, names

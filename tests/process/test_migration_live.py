@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import msgspec
 import pytest
-from runs import DEADLINE_S, NewRun, Run, of, trained
+from runs import DEADLINE_S, NewRun, Run, gated, of, trained
 
 from psrl.coordinator.records import Occupy, Release
 from psrl.protocol.generation import FINISH_LENGTH, FINISH_STOP
@@ -45,11 +46,16 @@ def sealed_groups(run: Run) -> list[Group]:
     ]
 
 
-def test_samples_move_to_an_instance_that_came_back_empty_and_none_is_lost_or_made_twice(new_run: NewRun) -> None:
+def test_samples_move_to_an_instance_that_came_back_empty_and_none_is_lost_or_made_twice(
+    new_run: NewRun, tmp_path: Path
+) -> None:
     """While instance-1 is away its samples are at instance-0. It comes back with the newest weights and nothing to do:
     everything at instance-0 is handed back and placed anew."""
-    run = new_run(MIGRATING | {"psrl.fault_tolerance.heartbeat_timeout_s": DEADLINE_S})
+    run = new_run(MIGRATING | gated(tmp_path) | {"psrl.fault_tolerance.heartbeat_timeout_s": DEADLINE_S})
+    (tmp_path / "closed").touch()
     run.start()
+    run.until(run.are_here("instance-0", "instance-1"), "both instances were there")
+    (tmp_path / "closed").unlink()
     run.until(lambda: run.version >= 1 and len(run.open_groups()) >= 6, "both instances were at work")
     busy = run.kill("instance-0", signal.SIGSTOP)  # what is there stays there until the other one is back
     run.kill("instance-1")

@@ -105,13 +105,15 @@ def test_samples_are_conversations_with_an_environment(new_run: NewRun, taught_m
 def test_conversations_survive_the_death_of_their_instance(new_run: NewRun, taught_model: Path) -> None:
     """Turns that were being made go on elsewhere; conversations at their environment come back to another instance."""
     slow = {f"{ROLLOUT}.max_num_seqs": 2, "psrl.fault_tolerance.max_restarts": 1}
-    run = new_run(PLAYED | slow | {"model": taught_model, "trainer.total_training_steps": 40})
+    run = new_run(PLAYED | slow | {"model": taught_model, "trainer.total_training_steps": 1000})
     run.start()
-    run.until(run.steps_from_now(2), "two steps were done")
+    run.until(run.are_here("instance-0", "instance-1"), "both instances were there")
     process = run.kill("instance-0", signal.SIGSTOP)
     run.until(run.stands_still(6.0), "turns were at the stopped instance, without which no buffer could be filled")
     process.kill()
-    assert run.wait() == 0, run.story()
+    run.until(run.steps_from_now(4), "what was being made at the death was trained: nothing may be older")
+    run.interrupt()
+    assert run.wait() == 130, run.story()
     run.audit()
     for group in sealed(run):
         for sample in group.samples:
