@@ -51,7 +51,7 @@ class Asked:
         self._weights = {v: [(name, state[name] * (1 + 0.1 * v)) for name in specs] for v in (0, 1)}
         cache = LMCacheConfig(enable=True, offload_size_gb=1.0, chunk_size=CHUNK)
         settings = lmcache_settings(cache, KVTransferConfig(), instance="instance-0", ranks=1)
-        with environment(settings.environment | {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}):
+        with environment(settings.environment | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}):
             self._engine = VllmEngine(
                 directory,
                 dtype=DTYPE,
