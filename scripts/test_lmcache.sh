@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install_lmcache_cpu.sh
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile psrl anew
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false LMCACHE_TRACK_USAGE=false
 python=.venv-lmcache/bin/python
 $python -c "import lmcache, nixl"  # without the first they would all be skipped, without the second half of them fail

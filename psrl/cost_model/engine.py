@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from psrl.config.errors import ConfigError
+from psrl.config.model_checks import TINY
 from psrl.config.schema import TinyModelConfig
 from psrl.cost_model.measure import GridPoint, most_new_tokens
-from psrl.models.resolve import TINY, describe_model
+from psrl.models.resolve import describe_model
 
 if TYPE_CHECKING:
     from psrl.rollout.engines.base import Engine

@@ -14,6 +14,7 @@ import msgspec
 from psrl.config.backend_checks import check_model_layout
 from psrl.config.engine_checks import check_engine_model
 from psrl.config.errors import ConfigError
+from psrl.config.model_checks import HF, SMOLLM2, TINY, check_model_choice
 from psrl.config.schema import Config
 from psrl.models.tokenizer import load_tokenizer
 from psrl.rundir.layout import RunDir
@@ -22,7 +23,6 @@ from psrl.tasks.prepare import context_length
 from psrl.tasks.registry import build_task, task_spec
 from psrl.tasks.validation import training_task
 
-TINY, SMOLLM2, HF = "tiny", "smollm2_135m", "hf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 PRACTICE_SEED = 1_000_003
 """Added to data.seed for the warm start's own items."""
@@ -53,17 +53,15 @@ def resolve_model(
     Raises ConfigError with one sentence if there is no such model. `before_training` sees a tiny model's directory when all but
     the weights is there, and may refuse it: its warm start takes seconds that are better not spent in vain.
     """
+    check_model_choice(config.model)
     name = HF if config.model.path is not None else config.model.name
     if name == TINY:
         record = _Record(name=TINY, path=str(_tiny(config, run_dir, before_training)))
     elif name == SMOLLM2:
         record = _Record(name=SMOLLM2, path=None)  # every node has its own copy
-    elif config.model.path is not None:
-        record = _Record(name=HF, path=str(_checked(Path(config.model.path).expanduser().absolute())))
-    elif name == HF:
-        raise ConfigError("model.name=hf needs model.path: the directory of a Hugging Face model.")
     else:
-        raise ConfigError(f"model.name={name} is unknown: allowed are {TINY}, {SMOLLM2}, or {HF} with model.path.")
+        assert config.model.path is not None
+        record = _Record(name=HF, path=str(_checked(Path(config.model.path).expanduser().absolute())))
     source = _find(record)
     _refuse_unfit(source, config)
     note = _note(run_dir)

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from psrl.config.errors import ConfigError
-from psrl.config.experts import EXPERTS_MULTIPLE
+from psrl.config.model_checks import EXPERTS_PER_TOKEN
 from psrl.config.schema import TinyModelConfig
 from psrl.models.tiny_tokenizer import END_ID, PAD_ID, make_tokenizer, save_tokenizer
 from psrl.models.tokenizer import ChatTokenizer, load_tokenizer
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 VOCAB_TEXTS = 512
 """Items whose texts decide the tokenizer's merges."""
 WARM_START_ITEMS = 2048
-EXPERTS_PER_TOKEN = 2
 
 
 def build_tiny(
@@ -47,10 +46,9 @@ def build_tiny(
 
     The tokenizer's merges come from the texts of `task`, the supervised warm start from the solved items of `practice`
     (the same task under another seed). The same arguments give the same files. Returns None where no warm start was
-    made: `warm_start_steps` is 0, or the task knows no solutions. Raises ConfigError on an impossible shape.
+    made: `warm_start_steps` is 0, or the task knows no solutions. The shape is one that `check_tiny_shape` lets pass.
     `before_training` sees the directory with all but the weights, and may raise.
     """
-    _check_shape(config)
     save_tokenizer(make_tokenizer(_texts(islice(task.items(), VOCAB_TEXTS))), directory, context)
     tokenizer = load_tokenizer(directory)
     model = random_tiny(config, tokenizer.vocab_size, context)
@@ -68,28 +66,6 @@ def build_tiny(
     if report is not None:
         (directory / "warm_start.json").write_text(json.dumps(report.as_dict(), indent=2), encoding="utf-8")
     return report
-
-
-def _check_shape(config: TinyModelConfig) -> None:
-    if config.hidden_size % (2 * config.num_heads):
-        raise ConfigError(
-            f"model.tiny.hidden_size={config.hidden_size} must be a multiple of 2 x "
-            f"model.tiny.num_heads={config.num_heads}."
-        )
-    if config.num_heads % config.num_kv_heads:
-        raise ConfigError(
-            f"model.tiny.num_heads={config.num_heads} must be a multiple of "
-            f"model.tiny.num_kv_heads={config.num_kv_heads}."
-        )
-    if config.num_experts != 0 and config.num_experts < EXPERTS_PER_TOKEN:
-        raise ConfigError(
-            f"model.tiny.num_experts={config.num_experts} must be 0, for a dense model, or at least {EXPERTS_PER_TOKEN}."
-        )
-    for name, size in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
-        if config.num_experts and size % EXPERTS_MULTIPLE:
-            raise ConfigError(
-                f"model.tiny.{name}={size} must be a multiple of {EXPERTS_MULTIPLE} with model.tiny.num_experts."
-            )
 
 
 def _texts(items: Iterable[TaskItem]) -> Iterable[str]:

@@ -1,6 +1,6 @@
-"""The critic on a fixed little problem; run as a script it is one rank (RANK, WORLD_SIZE) of critics spread in several ways.
+"""The critic on a fixed little problem; `main` is one rank (RANK, WORLD_SIZE) of critics spread in several ways.
 
-`critic_ranks.py '{"init": FILE, "from": DIR, "to": DIR, "variants": {NAME: ACTOR}}'`, one variant after the other in the same
+`main('{"init": FILE, "from": DIR, "to": DIR, "variants": {NAME: ACTOR}}')`, one variant after the other in the same
 processes: the values of the first weights are left in TO/NAME.RANK.pt, a critic is trained for SAVED_AT steps and saved to
 TO/NAME, and another one goes on from the checkpoint FROM until STEPS. Rank 0 prints a line of JSON a variant with all of its rows.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +59,8 @@ def _returns(batch: MicroBatch) -> torch.Tensor:
     return (batch.input_ids % 7).float() / 7
 
 
-def main(task: dict) -> None:
+def main(text: str) -> None:
+    task = json.loads(text)
     rank, device = int(os.environ["RANK"]), task.get("device", "cpu")
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -83,7 +83,3 @@ def main(task: dict) -> None:
         if rank == 0:
             print(json.dumps({"variant": name, "rows": rows}), flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from types import SimpleNamespace
 from typing import cast
 
@@ -19,8 +18,8 @@ from psrl.trainer.backends.megatron_layout import Dealt, Place
 EXPERTS, PER_TOKEN, HIDDEN, WIDTH = 4, 2, 16, 8
 
 
-def main() -> None:
-    task, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
+def main(text: str) -> None:
+    task, rank = json.loads(text), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{task['init']}", rank=rank, world_size=2)
     alone = [dist.new_group([each]) for each in range(2)][rank]
     assert dist.group.WORLD is not None
@@ -48,7 +47,3 @@ def main() -> None:
                 expected[token] += weights[expert // 2][token, expert] * F.linear(F.silu(gate) * up, down[expert])
     print(json.dumps({"gap": (given - expected).abs().max().item()}))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

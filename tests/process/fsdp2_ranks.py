@@ -1,6 +1,6 @@
-"""A trainer of one or more ranks on a fixed little problem; run as a script it is one rank (RANK, WORLD_SIZE).
+"""A trainer of one or more ranks on a fixed little problem; `main` is one rank (RANK, WORLD_SIZE).
 
-`fsdp2_ranks.py '{"checkpoints": DIR, "init": FILE, "steps": 4, "save_at": [2]}'`: rank 0 prints the metrics of each
+`main('{"checkpoints": DIR, "init": FILE, "steps": 4, "save_at": [2]}')`: rank 0 prints the metrics of each
 step as a line of JSON. "actor": settings of the actor, for example its strategy. "shards" and "log_probs": directories where
 each rank leaves its last weights and the log-probs of the first step. "background": checkpoints are written while training goes
 on; "killed": every rank kills itself where the last one would be marked complete, or is being written. "then": another task
@@ -244,7 +244,8 @@ def run(task: dict, device: str) -> None:
         torch.save(shards, Path(task["shards"]) / f"{backend.rank}.pt")
 
 
-def main(task: dict) -> None:
+def main(text: str) -> None:
+    task = json.loads(text)
     torch.set_num_threads(1)
     world_size = int(os.environ["WORLD_SIZE"])
     device = task.get("device", "cpu")
@@ -263,7 +264,3 @@ def main(task: dict) -> None:
         task = task.get("then", {})
     if world_size > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

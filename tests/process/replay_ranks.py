@@ -1,6 +1,6 @@
-"""Replays a recorded run with other settings on several ranks: `replay_on`; run as a script it is one rank (RANK, WORLD_SIZE).
+"""Replays a recorded run with other settings on several ranks: `replay_on`; `main` is one rank (RANK, WORLD_SIZE).
 
-`replay_ranks.py '{"run": DIR, "init": FILE, "variants": {NAME: {KEY: VALUE}}}'`, one variant after the other in the same
+`main('{"run": DIR, "init": FILE, "variants": {NAME: {KEY: VALUE}}}')`, one variant after the other in the same
 processes: rank 0 prints a line of JSON a variant with its rows, one a buffer.
 """
 
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import reduce
 from pathlib import Path
 
 import torch.distributed as dist
+from backend_launch import run_ranks
 
 from psrl.config.schema import Config
 from psrl.role import load_config
 from psrl.rundir.layout import RunDir
 from psrl.trainer.replay import Replay
-
-DEADLINE_S = 300
 
 
 def changed(run_dir: RunDir, changes: Mapping[str, object]) -> Config:
@@ -37,32 +34,16 @@ def changed(run_dir: RunDir, changes: Mapping[str, object]) -> Config:
 
 
 def replay_on(
-    world_size: int, run_dir: Path, variants: Mapping[str, Mapping[str, object]], init: Path
+    world_size: int, run_dir: Path, variants: Mapping[str, Mapping[str, object]], directory: Path
 ) -> dict[str, list[dict[str, float]]]:
-    """The loss curve of each variant on so many ranks, which meet at the new file `init`. None of them is left."""
-    task = json.dumps({"run": str(run_dir), "init": str(init), "variants": variants})
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, task],
-            env=environment | {"WORLD_SIZE": str(world_size), "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in ranks] == [0] * world_size
-    found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
+    """The loss curve of each variant on so many ranks. None of them is left."""
+    task = {"run": str(run_dir), "variants": variants}
+    found = run_ranks("replay_ranks", task, world_size, directory, GLOO_SOCKET_IFNAME="lo")
     return {one["variant"]: one["rows"] for one in found}
 
 
-def main(task: dict) -> None:
+def main(text: str) -> None:
+    task = json.loads(text)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",
@@ -77,7 +58,3 @@ def main(task: dict) -> None:
         if rank == 0:
             print(json.dumps({"variant": name, "rows": rows}), flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

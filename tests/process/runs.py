@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -209,10 +209,6 @@ class Run:
         wanted = self.version + steps
         return lambda: self.version >= wanted
 
-    def are_here(self, *instances: str) -> Callable[[], bool]:
-        """Whether each of `instances` has said hello; a process alone may be busy with its imports."""
-        return lambda: all(f"instance {name} is here" in self.log("coordinator") for name in instances)
-
     def stands_still(self, seconds: float) -> Callable[[], bool]:
         """Whether no version has come for so long."""
         last, since = self.version, time.monotonic()
@@ -322,6 +318,13 @@ def trained(records: list[AnyRecord]) -> dict[int, list[Reserve]]:
             case Publish():
                 version = record.version
     return {buffer: taken for buffer, taken in buffers.items() if buffer < version}
+
+
+def at_work(run: Run, names: Collection[str]) -> bool:
+    """Each of these instances has made a group: a process may be busy with imports, one that said hello with its first weights."""
+    records = run.records()
+    sealed = {record.group for record in of(records, Occupy)}
+    return set(names) <= {reserve.instance for reserve in of(records, Reserve) if reserve.group in sealed}
 
 
 def stopped_at_work(run: Run, name: str) -> tuple[psutil.Process, set[int]]:

@@ -70,9 +70,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory):
 def two_ranks(one_rank, tmp_path_factory: pytest.TempPathFactory):
     """Rows by variant, and the directory with what the ranks left."""
     to = tmp_path_factory.mktemp("two")
-    script = Path(__file__).with_name("critic_ranks.py")
     task = {"from": str(one_rank[1]), "to": str(to), "variants": VARIANTS}
-    printed = launch_ranks(to, 2, script=script, **task)
+    printed = launch_ranks(to, 2, script="critic_ranks", **task)
     return {line["variant"]: line["rows"] for line in printed}, to
 
 

@@ -70,20 +70,3 @@ def test_exported_files_have_the_experts_one_by_one_like_those_that_the_run_bega
     ):
         assert set(ours.keys()) == set(theirs.keys())
         assert "model.layers.1.mlp.experts.3.gate_proj.weight" in ours.keys()  # noqa: SIM118 (it is no mapping)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"num_experts": 1}, "model.tiny.num_experts=1 must be 0, for a dense model, or at least 2."),
-        (
-            {"intermediate_size": 100},
-            "model.tiny.intermediate_size=100 must be a multiple of 8 with model.tiny.num_experts.",
-        ),
-    ],
-)
-def test_impossible_experts_are_refused(new_run: NewRun, changes: dict[str, int], said: str) -> None:
-    run = new_run(TINY | {f"model.tiny.{key}": value for key, value in changes.items()})
-    run.start()
-    assert run.wait() != 0
-    assert said in run.story()

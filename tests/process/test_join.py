@@ -5,13 +5,24 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from runs import DEADLINE_S, LONG, ONE_INSTANCE, Joiner, NewRun, Run, gated, of, stopped_at_work, trained
+from runs import (
+    DEADLINE_S,
+    LONG,
+    ONE_INSTANCE,
+    Joiner,
+    NewRun,
+    Run,
+    at_work,
+    gated,
+    of,
+    stopped_at_work,
+    trained,
+)
 
-from psrl.coordinator.records import Occupy, Release, Reserve
+from psrl.coordinator.records import Release, Reserve
 from psrl.coordinator.service import DESCRIPTORS_PER_INSTANCE
 from psrl.net.client import Client
 from psrl.net.limits import new_context
@@ -33,17 +44,10 @@ def joined(run: Run, gate: Path, num_instances: int) -> tuple[Joiner, list[str]]
     gate.touch()
     joiner = run.join("--instances", str(num_instances))
     names = [f"instance-{joiner.name}-{i}" for i in range(num_instances)]
-    run.until(run.are_here(*names), f"{names} were there")
+    run.until(lambda: all(f"{name} is here" in run.log("coordinator") for name in names), f"{names} were there")
     gate.unlink()
     run.until(lambda: at_work(run, names), f"{names} had made groups")
     return joiner, names
-
-
-def at_work(run: Run, names: Collection[str]) -> bool:
-    """Each of these instances has made a group."""
-    records = run.records()
-    sealed = {record.group for record in of(records, Occupy)}
-    return set(names) <= {reserve.instance for reserve in of(records, Reserve) if reserve.group in sealed}
 
 
 def test_joined_instances_get_work_and_leave_without_losing_a_token(new_run: NewRun, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -113,5 +112,5 @@ def test_models_that_cannot_be_are_refused(config, size, message):
 
 def test_tensor_parallel_ranks_that_would_choose_other_experts_follow_the_first(tmp_path):
     """Their routers drift apart by rounding at most; here they are opposite, so that a choice of its own would show."""
-    [found] = launch(tmp_path, 2, script=Path(__file__).with_name("expert_ranks.py"))
+    [found] = launch(tmp_path, 2, script="expert_ranks")
     assert found["gap"] < 1e-5

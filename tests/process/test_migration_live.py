@@ -52,11 +52,19 @@ def test_samples_move_to_an_instance_that_came_back_empty_and_none_is_lost_or_ma
     """While instance-1 is away its samples are at instance-0. It comes back with the newest weights and nothing to do:
     everything at instance-0 is handed back and placed anew."""
     run = new_run(MIGRATING | gated(tmp_path) | {"psrl.fault_tolerance.heartbeat_timeout_s": DEADLINE_S})
+    both = {"instance-0", "instance-1"}
     (tmp_path / "closed").touch()
     run.start()
-    run.until(run.are_here("instance-0", "instance-1"), "both instances were there")
+    run.until(lambda: all("weights of" in run.log(name) for name in both), "both instances had their first weights")
     (tmp_path / "closed").unlink()
-    run.until(lambda: run.version >= 1 and len(run.open_groups()) >= 6, "both instances were at work")
+    run.until(
+        lambda: (
+            run.version >= 1
+            and len(run.open_groups()) >= 6
+            and both <= {r.instance for r in run.open_groups().values()}
+        ),
+        "both instances were at work",
+    )
     busy = run.kill("instance-0", signal.SIGSTOP)  # what is there stays there until the other one is back
     run.kill("instance-1")
     back = "instance instance-1 is here"

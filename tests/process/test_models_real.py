@@ -116,14 +116,6 @@ def test_no_warm_start_gives_random_weights(tmp_path: Path) -> None:
     assert describe_model(tmp_path).eos_token_ids == (2,)
 
 
-@pytest.mark.parametrize(
-    ("shape", "key"), [({"hidden_size": 33}, "hidden_size=33"), ({"num_heads": 4, "num_kv_heads": 3}, "num_heads=4")]
-)
-def test_an_impossible_shape_is_refused(tmp_path: Path, shape: dict[str, int], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"model.tiny.{key} must be a multiple"):
-        build_tiny(TinyModelConfig(**{**SMALL.__dict__, **shape}), DigitSum(), DigitSum(), tmp_path, 64)
-
-
 def test_what_does_not_fit_is_refused_before_the_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psrl.models.tiny.warm_start", lambda *args: pytest.fail("it was trained in vain"))
     config, run = run_with(tmp_path)

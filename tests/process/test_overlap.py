@@ -267,7 +267,7 @@ TWO_RANKS = {
 @pytest.fixture(scope="module")
 def two_ranks(recorded: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
     """The curve of each scope."""
-    return replay_on(2, recorded.dir.path, TWO_RANKS, tmp_path_factory.mktemp("two_ranks") / "init")
+    return replay_on(2, recorded.dir.path, TWO_RANKS, tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.mark.parametrize("scope", TWO_RANKS)

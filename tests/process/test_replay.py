@@ -89,7 +89,7 @@ SPREAD: dict[str, dict[str, object]] = {
 def two_ranks(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
     """The curve of each way to spread the model over two ranks."""
     variants = {name: spread for name, spread in SPREAD.items() if HAS_MEGATRON or "megatron" not in name}
-    return replay_on(2, recorded, variants, tmp_path_factory.mktemp("two_ranks") / "init")
+    return replay_on(2, recorded, variants, tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.mark.parametrize(

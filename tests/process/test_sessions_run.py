@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
-from runs import DEADLINE_S, NewRun, Run, of
+from runs import DEADLINE_S, NewRun, Run, at_work, of
 
 from psrl.coordinator.records import Occupy
 from psrl.models.resolve import run_model
@@ -107,7 +107,7 @@ def test_conversations_survive_the_death_of_their_instance(new_run: NewRun, taug
     slow = {f"{ROLLOUT}.max_num_seqs": 2, "psrl.fault_tolerance.max_restarts": 1}
     run = new_run(PLAYED | slow | {"model": taught_model, "trainer.total_training_steps": 1000})
     run.start()
-    run.until(run.are_here("instance-0", "instance-1"), "both instances were there")
+    run.until(lambda: at_work(run, ["instance-0", "instance-1"]), "both instances had made groups")
     process = run.kill("instance-0", signal.SIGSTOP)
     run.until(run.stands_still(6.0), "turns were at the stopped instance, without which no buffer could be filled")
     process.kill()

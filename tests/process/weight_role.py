@@ -2,7 +2,7 @@
 
 CHANNEL: filesystem, or a route of the memory channel: auto, shm, nixl.
 
-`python weight_role.py publisher CHANNEL RUN_DIR RANK NUM_RANKS MIB` or `... reader CHANNEL RUN_DIR MIB`
+`main("publisher", CHANNEL, RUN_DIR, RANK, NUM_RANKS, MIB)` or `main("reader", CHANNEL, RUN_DIR, MIB)`
 """
 
 from __future__ import annotations
@@ -182,6 +182,6 @@ def answer(value: object) -> None:
     print("#" + json.dumps(value), flush=True)
 
 
-if __name__ == "__main__":
+def main(role: str, *arguments: str) -> None:
     torch.set_num_threads(1)
-    {"publisher": publisher_main, "reader": reader_main}[sys.argv[1]](*sys.argv[2:])
+    {"publisher": publisher_main, "reader": reader_main}[role](*arguments)

@@ -1,20 +1,19 @@
-"""A run directory, and publishers and readers of weights around it as processes of their own (weight_role.py)."""
+"""A run directory, and publishers and readers of weights around it as processes of their own (weight_role)."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from forked import fork_talking
 
 from psrl.rundir.keys import create_keys
 from psrl.rundir.layout import RunDir
 from psrl.rundir.node_local import node_store_path
 
-ROLE = Path(__file__).with_name("weight_role.py")
 DEADLINE_S = 60.0
 
 
@@ -22,11 +21,7 @@ class Process:
     """A child that speaks JSON lines; every answer has a deadline."""
 
     def __init__(self, *args: object, **env: str) -> None:
-        self.child = subprocess.Popen(
-            [sys.executable, str(ROLE), *map(str, args)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-            env={**os.environ, "PYTHONPATH": str(ROLE.parents[2]), **env},
-        )  # fmt: skip
+        self.child = fork_talking("weight_role", [str(argument) for argument in args], env)
         self._rest = b""
 
     @property
@@ -49,10 +44,10 @@ class Process:
                     return json.loads(line[1:])
                 continue
             if not select.select([self.child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
-                raise TimeoutError(f"{self.child.args} did not answer within {DEADLINE_S} s")
+                raise TimeoutError(f"{self.child.process.name} did not answer within {DEADLINE_S} s")
             data = os.read(self.child.stdout.fileno(), 65536)
             if not data:
-                raise EOFError(f"{self.child.args} ended with {self.child.wait(10)}")
+                raise EOFError(f"{self.child.process.name} ended with {self.child.wait(10)}")
             self._rest += data
 
     def ask(self, **command: object) -> dict:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unit
 INF, NAN = math.inf, math.nan
 REWARDS = st.sampled_from([None, NAN, INF, -INF, 0.0, 0.1, 0.1 + 1e-17, 1.0, -3.0, 1e6])
 LOG_PROBS = st.sampled_from([-INF, -1e4, -30.0, -1.0, -1e-7, 0.0])
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 @st.composite

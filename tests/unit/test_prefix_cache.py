@@ -158,11 +158,11 @@ class Walk(RuleBasedStateMachine):
             self.tell()
 
 
-Walk.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+Walk.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestWalk = Walk.TestCase
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 6), st.booleans()), max_size=30
@@ -200,7 +200,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CHANGES)
 def test_a_listener_knows_what_is_held_once_it_has_heard_all(changes: list[tuple[str, list[int] | int]]) -> None:
     blocks, relay, known, truth = HeldBlocks(), HeldBlocks(), set[int](), set[int]()

@@ -131,7 +131,7 @@ events = st.lists(
 
 
 @every_method
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=events)
 def test_a_choice_is_always_one_that_may_take_the_work(method: str, steps: list[tuple[str, int, int]]) -> None:
     """Against a look at every instance, after any history."""

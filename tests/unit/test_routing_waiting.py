@@ -86,7 +86,7 @@ def test_asking_again_replaces_the_question_but_not_the_time_waited() -> None:
     assert (first.group, first.tokens, first.since_s) == (1, 7, 1.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from(["small_id", "short_length", "long_length"]),
     st.booleans(),
@@ -259,7 +259,7 @@ def with_router(run: Run, router: Router) -> Run:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7), st.integers(0, 3)), max_size=40))
 def test_no_sample_is_lost_or_in_two_places(method: str, steps: list[tuple[int, int, int]]) -> None:
     """An agent loop's own book of where its samples are, against the coordinator, through aborts, deaths and returns."""

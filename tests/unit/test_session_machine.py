@@ -115,7 +115,6 @@ def test_nobody_is_hung_for_ever_and_what_is_let_in_fits() -> None:
         settings=settings(
             max_examples=60,
             stateful_step_count=40,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

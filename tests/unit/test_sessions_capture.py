@@ -266,7 +266,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(name=st.sampled_from(["thinking", "default_system", "tiny"]), steps=st.lists(STEP, max_size=14))
 def test_every_branch_is_what_the_engine_saw_and_made(
     tokenizers: dict[str, ChatTokenizer], name: str, steps: list[tuple[str, int, list[int]]]

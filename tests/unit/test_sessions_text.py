@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return chat_tokenizer(directory, None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 350), max_size=30))
 def test_a_stream_of_tokens_gives_the_text_of_all_of_them(tokenizer: ChatTokenizer, ids: list[int]) -> None:
     stream = TextStream(tokenizer)
@@ -42,7 +42,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     pieces=PIECES,
     stop=st.lists(st.sampled_from(["ab", "STOP", "ba", "日日", "P"]), max_size=3),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -245,7 +245,5 @@ class Run(RuleBasedStateMachine):
             assert report.max_lag <= self.state.staleness
 
 
-Run.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+Run.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestRun = Run.TestCase

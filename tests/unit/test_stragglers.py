@@ -89,7 +89,7 @@ def test_groups_that_give_way_are_aborted_and_their_prompts_come_first() -> None
     assert of(run.finish(again[0].group), c.GroupAbort) == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     buffer_entries=st.integers(1, 4),
     extra=st.integers(0, 4),

@@ -58,7 +58,7 @@ def fleets(draw) -> Fleet:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(fleet=fleets(), data=st.data())
 def test_no_sample_is_lost_or_made_twice_in_any_order_and_the_run_ends(fleet: Fleet, data: st.DataObject) -> None:
     staleness = fleet.run.core.staleness.staleness
@@ -76,7 +76,7 @@ def test_no_sample_is_lost_or_made_twice_in_any_order_and_the_run_ends(fleet: Fl
     fleet.check_end(BUFFER, staleness)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sync=sync_settings, staleness=st.integers(0, 3), instances=st.integers(1, 5), partial=st.booleans())
 def test_a_quiet_run_ends_under_every_strategy(
     sync: SyncSettings, staleness: int, instances: int, partial: bool

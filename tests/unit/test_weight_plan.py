@@ -92,7 +92,7 @@ def sharded_models(draw: st.DrawFn):
     return tensors, bounds, draw(st.sampled_from([F32, BF16]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sharded_models())
 def test_any_split_into_rows_arrives_whole(model) -> None:
     tensors, bounds, dtype = model
@@ -162,7 +162,7 @@ class Decoder:
         return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_any_trainer_layout_becomes_any_engine_layout(data: st.DataObject) -> None:
     ways, num_ranks = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 3))

@@ -172,4 +172,4 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 TestSlotMachine = SlotMachine.TestCase
-TestSlotMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSlotMachine.settings = settings(max_examples=100, stateful_step_count=40)
