@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=
 .venv/bin/mypy
 
 echo "left out here, in environments of their own: a real vLLM (scripts/test_vllm.sh), LMCache (scripts/test_lmcache.sh)" >&2
-# Many tests wait for Slurm and for deadlines, so there are two workers a core. A worker takes whole files, so that
+# Many tests wait for Slurm and for deadlines, so there are two workers a core, eight at most. A worker takes whole files, so that
 # fixtures are shared, the longest first (tests/conftest.py).
 cores=$(nproc)
 workers=$((cores < 4 ? 2 * cores : 8))

@@ -14,7 +14,7 @@ import msgspec
 from psrl.config.backend_checks import check_model_layout
 from psrl.config.engine_checks import check_engine_model
 from psrl.config.errors import ConfigError
-from psrl.config.model_checks import HF, SMOLLM2, TINY, check_model_choice
+from psrl.config.model_checks import HF, SMOLLM2, TINY
 from psrl.config.schema import Config
 from psrl.models.tokenizer import load_tokenizer
 from psrl.rundir.layout import RunDir
@@ -50,17 +50,17 @@ def resolve_model(
     """Find or make the configured model, and leave a note in the run directory for `run_model`.
 
     model.path wins; tiny is made once in the run directory, smollm2_135m once a node and user. Doing it again is cheap.
-    Raises ConfigError with one sentence if there is no such model. `before_training` sees a tiny model's directory when all but
-    the weights is there, and may refuse it: its warm start takes seconds that are better not spent in vain.
+    `check_model_choice` has let it pass. Raises ConfigError with one sentence if it is not there or does not fit.
+    `before_training` sees a tiny model's directory when all but the weights is there, and may refuse it: its warm start takes
+    seconds that are better not spent in vain.
     """
-    check_model_choice(config.model)
     name = HF if config.model.path is not None else config.model.name
     if name == TINY:
         record = _Record(name=TINY, path=str(_tiny(config, run_dir, before_training)))
     elif name == SMOLLM2:
         record = _Record(name=SMOLLM2, path=None)  # every node has its own copy
     else:
-        assert config.model.path is not None
+        assert config.model.path is not None, name
         record = _Record(name=HF, path=str(_checked(Path(config.model.path).expanduser().absolute())))
     source = _find(record)
     _refuse_unfit(source, config)

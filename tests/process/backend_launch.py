@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import tempfile
 from pathlib import Path
 
 from forked import Forked, fork
@@ -23,8 +23,7 @@ def run_ranks(
     script: str, task: dict, world_size: int, directory: Path, expect: int = 0, on_gpu: bool = False, **env: str
 ) -> list[dict]:
     """`main(TASK)` of a script on so many ranks (RANK, WORLD_SIZE), which meet at the file task["init"]. The JSON lines of rank 0."""
-    place = directory / f"ranks-{time.monotonic_ns()}"
-    place.mkdir(parents=True)
+    place = Path(tempfile.mkdtemp(prefix="ranks-", dir=directory))
     text = json.dumps({"init": str(place / "init"), **task})
     ranks: list[Forked] = []
     try:

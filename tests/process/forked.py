@@ -25,7 +25,7 @@ IMPORTED = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 ]
-"""By the server. They start no threads."""
+"""By the server. With OMP_NUM_THREADS=1 (tests/conftest.py) they start no thread, which a fork would lose."""
 
 
 class Forked:

@@ -30,6 +30,7 @@ def psrl(cwd: Path, *args: str, timeout: float = 120) -> subprocess.CompletedPro
         (["gen_actor_rollout_ref.rollout.max_model_len=9", "data.max_prompt_length=8"], ["no usable prompt"]),
         (["model=/no/such/model"], ["model.path=/no/such/model", "not a directory"]),
         (["model=hf"], ["model.path"]),
+        (["model.tiny.num_experts=1"], ["model.tiny.num_experts=1", "at least 2"]),
         (["psrl.log_prob.enable_rollout_engine_log_prob=False"], ["algorithm.rollout_correction.rollout_is", "enable_rollout_engine_log_prob=False"]),
         (["data.reasoning_gym.dataset=chain_some"], ["chain_some", "chain_sum"]),
         (["data.reasoning_gym.params={terms: 3}"], ["terms"]),

@@ -7,6 +7,7 @@ from test_config_algorithm import composed
 
 from psrl.config.checks import check
 from psrl.config.errors import ConfigError
+from psrl.config.model_checks import check_model_choice
 from psrl.config.schema import ModelConfig, TinyModelConfig
 
 pytestmark = pytest.mark.unit
@@ -38,7 +39,7 @@ def test_an_impossible_model_is_refused(overrides: list[str], said: str) -> None
 
 
 def test_a_path_wins_over_a_shape_that_nothing_is_made_of() -> None:
-    model = ModelConfig(path="/models/some", tiny=TinyModelConfig(num_experts=1))
-    config = composed()
-    config.model = model
-    assert check(config) is not None
+    impossible = TinyModelConfig(num_experts=1)
+    with pytest.raises(ConfigError):
+        check_model_choice(ModelConfig(tiny=impossible))
+    check_model_choice(ModelConfig(path="/models/some", tiny=impossible))
