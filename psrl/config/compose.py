@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -136,7 +136,14 @@ def _refuse_unknown(config: DictConfig) -> None:
         if key not in known and not any(
             key.startswith(f"{k}.") for k, e in known.items() if e.type_name == "a mapping"
         ):
-            raise ConfigError(f"Unknown key {key}: `python -m psrl.launch --help` lists every key.")
+            raise ConfigError(_unknown(key, known))
+
+
+def _unknown(given: str, keys: Mapping[str, object]) -> str:
+    """A sentence that names the keys of which it is the end, or those that are spelt almost like it."""
+    near = [key for key in keys if key.endswith(f".{given}")][:2] or difflib.get_close_matches(given, keys, n=2)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`python -m psrl.launch --help` lists every key."
+    return f"Unknown key {given}: {hint}"
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -151,9 +158,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         given = next(iter([*exact, *(name for name in names if last in name)]), wanted)
         if given in keys:
             return _bad_value(given, overrides, text)
-        near = difflib.get_close_matches(given, keys, n=2, cutoff=0.6)
-        hint = f"did you mean {' or '.join(near)}" if near else "`python -m psrl.launch --help` lists every key"
-        return f"Unknown key {given}: {hint}?" if near else f"Unknown key {given}: {hint}."
+        return _unknown(given, keys)
     if found := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
         group, name = found.groups()
         options = sorted(p.stem for p in (conf_dir() / group).glob("*.yaml"))
