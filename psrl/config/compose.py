@@ -141,7 +141,9 @@ def _refuse_unknown(config: DictConfig) -> None:
 
 def _unknown(given: str, keys: Mapping[str, object]) -> str:
     """A sentence that names the keys of which it is the end, or those that are spelt almost like it."""
-    near = [key for key in keys if key.endswith(f".{given}")][:2] or difflib.get_close_matches(given, keys, n=2)
+    near = [key for key in keys if key.endswith(f".{given}")]
+    if not 1 <= len(near) <= 3:  # of `enable` there are many
+        near = difflib.get_close_matches(given, keys, n=2)
     hint = f"did you mean {' or '.join(near)}?" if near else "`python -m psrl.launch --help` lists every key."
     return f"Unknown key {given}: {hint}"
 

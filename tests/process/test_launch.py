@@ -24,6 +24,8 @@ def psrl(cwd: Path, *args: str, timeout: float = 120) -> subprocess.CompletedPro
         (["psrl.staleness=[0,1,2]"], ["psrl.staleness=[0,1,2]", "an integer"]),
         (["psrl.stalenes=1"], ["psrl.stalenes", "did you mean psrl.staleness"]),
         (["rollout.name=vllm"], ["Unknown key rollout.name", "did you mean gen_actor_rollout_ref.rollout.name?"]),
+        (["+rollout.name=vllm"], ["Unknown key rollout.name", "did you mean gen_actor_rollout_ref.rollout.name?"]),
+        (["enable=True"], ["Unknown key enable", "--help"]),
         (["--stalenes=1"], ["--stalenes=1", "KEY=VALUE"]),
         (["data.reasoning_gym.size=16"], ["16 prompts < batch 32", "psrl.staleness_buffer_entries"]),
         (["data.max_prompt_length=4"], ["no usable prompt", "data.max_prompt_length=4"]),
