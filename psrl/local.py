@@ -136,7 +136,7 @@ def watch(run_dir: RunDir, config: Config) -> Outcome:
                 progress.note("psrl: draining: checkpoint, then end (again to end at once)")
                 deadline = time.monotonic() + config.psrl.fault_tolerance.drain_grace_s + END_GRACE_S
                 for process in supervisors.values():
-                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(seen[0])  # the verdict names the signal that the user sent
             dead = next((name for name, p in supervisors.items() if p.poll() is not None), None)
             if dead is not None and current_outcome(run_dir) is None:
                 cause = f"{dead} ended by {describe_exit(supervisors[dead].returncode)}"

@@ -46,7 +46,7 @@ PACKAGES = ("slurm-wlm", "munge")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo")
 WAY_OUT = f"install Debian's packages (apt-get install {' '.join(PACKAGES)}), then run this again"
 LOCK_DEADLINE_S = 600.0
-UP_DEADLINE_S = 60.0
+UP_DEADLINE_S = 180.0
 LONGEST_DIR = 70
 """Characters: slurmd makes sockets named DIR/spool/n1/n1_12345.4294967291, which may have 107."""
 TEMPLATE = Path(__file__).with_suffix(".conf")

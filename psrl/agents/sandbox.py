@@ -168,7 +168,10 @@ def kill_all(leader: int, mark: str, *, escapes: bool) -> None:
     can leave. The leader must not have been reaped unless it has ended by itself."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    while escapes and (marked := processes_with(mark)):
+    empty_looks = 0
+    while escapes and empty_looks < 2:  # one look misses who forks and ends during it, or is just being executed
+        marked = processes_with(mark)
+        empty_looks = 0 if marked else empty_looks + 1
         for pid in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

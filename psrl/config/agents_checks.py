@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 
 from psrl.config.agents import (
     AGENT_LOOPS,
@@ -135,7 +136,10 @@ def _check_surroundings(config: Config, loop: str) -> None:
 
 def _warnings(agent: AgentConfig, turns: MultiTurnConfig) -> list[str]:
     unused = []
-    if agent.default_agent_loop != TOOL and turns != MultiTurnConfig():
+    unread = (
+        turns if not serves_sessions(agent) else replace(turns, max_assistant_turns=None)
+    )  # sessions have this limit
+    if agent.default_agent_loop != TOOL and unread != MultiTurnConfig():
         unused.append(f"{TURNS} has no effect with {LOOP}={agent.default_agent_loop}: it is read by {TOOL}")
     if agent.default_agent_loop != BLACK_BOX and (agent.black_box.function or agent.black_box.command):
         unused.append(f"{BOX} has no effect with {LOOP}={agent.default_agent_loop}: it is read by {BLACK_BOX}")

@@ -64,9 +64,10 @@ def normalise(overrides: Sequence[str], *, has_accelerator: bool, on_slurm: bool
         key, _, value = override.partition("=")
         if key == "model" and ("/" in value or value in (".", "..")):
             result += ["model=hf", f"model.path={value}"]
-        elif (key, value) in ALIASES:
-            result.append(f"{key}={ALIASES[key, value]}")
-            notices.append(f"{override} is the old spelling of {key}={ALIASES[key, value]}")
+        elif any((key, part) in ALIASES for part in value.split(",")):  # of a sweep, too
+            new = ",".join(ALIASES.get((key, part), part) for part in value.split(","))
+            result.append(f"{key}={new}")
+            notices.append(f"{override} is the old spelling of {key}={new}")
         elif key.startswith(OPEN):
             result.append(f"++{override}")  # Hydra's word for: set it, whether it is there or not
         elif key in BANDS:

@@ -1,7 +1,7 @@
 """The typed configuration. Every key is here with its meaning and its shipped (cluster) default; unknown keys are refused.
 
 No torch import: the launcher composes and checks a configuration before anything heavy starts. The laptop preset
-(`conf/preset/laptop.yaml`) overrides sizes only; keys of verl's vocabulary keep verl's names.
+(`conf/preset/laptop.yaml`) overrides sizes and what fits a tiny model; keys of verl's vocabulary keep verl's names.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class TinyModelConfig:
     warm_start_steps: int = 600
     """Most supervised steps on solved examples of the task, so that RL has something to improve; 0 for random weights."""
     warm_start_accuracy: float = 0.45
-    """The warm start ends as soon as the expected reward on held-out examples reaches this."""
+    """The warm start ends as soon as the expected reward on held-out examples reaches this; above 1, not before its last step."""
     warm_start_lr: float = 2e-3
     """Learning rate of the warm start."""
     seed: int = 0

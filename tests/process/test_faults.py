@@ -233,6 +233,7 @@ def test_ctrl_c_keeps_what_was_done_and_the_same_command_goes_on(new_run: NewRun
     run.nothing_left()
     done = run.version
     assert run.outcome.status == "interrupted" and 1 <= done < 6
+    assert run.outcome.cause.startswith("SIGINT at supervisor-")
     saved, _ = newest_complete(run.dir.checkpoints)
     assert saved is not None and saved.name == f"step_{done}"
     (tmp_path / "closed").unlink()

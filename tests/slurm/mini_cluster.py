@@ -18,6 +18,8 @@ import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "mini_slurm.py"
 OTHER_CLUSTER = re.compile(r"(SLURM|SBATCH_|SRUN_|SALLOC_|SQUEUE_|SINFO_|SCANCEL_)")
+OTHERS_S = 700.0
+"""For `up` and `down`: those of other clusters come first, scripts/mini_slurm.py waits up to 600 s for them."""
 FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s+[A-Z][\w:/]*=|\s*$)")
 """`Key=value` in a line of `scontrol show job -o`; a value may have spaces."""
 
@@ -44,11 +46,24 @@ class MiniSlurm:
 
     def script(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """scripts/mini_slurm.py on this cluster."""
-        return self.run(sys.executable, SCRIPT, *argv, "--dir", self.dir, timeout=120, check=check)
+        return self.run(sys.executable, SCRIPT, *argv, "--dir", self.dir, timeout=OTHERS_S, check=check)
 
     def kill_node(self, name: str) -> None:
         """SIGKILL to its slurmd and to everything that the node started."""
         self.script("kill-node", name)
+
+    def kill_daemons(self, name: str) -> None:
+        """SIGKILL to its slurmd and to the stepds of its job steps; what they started stays."""
+        keeper = psutil.Process(int((self.dir / "pids" / name).read_text().split()[0]))
+        daemons = [keeper]
+        for child in keeper.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # slurmd forks twice for a stepd
+                if child.name() == "slurmstepd":
+                    daemons.append(child)
+        assert len(daemons) > 1
+        for process in daemons:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def start_node(self, name: str) -> None:
         self.script("start-node", name)
@@ -136,7 +151,7 @@ def mini_cluster(outputs: Path, *up: str) -> Iterator[MiniSlurm]:
             if started := guard.stdout.readline() == b"0\n":  # `up` has its deadlines
                 yield MiniSlurm(directory, outputs)
         finally:
-            ended, _ = guard.communicate(b"\n", timeout=300)  # other clusters' `up` and `down` come first
+            ended, _ = guard.communicate(b"\n", timeout=OTHERS_S)
             told.seek(0)
             # Its own word: the exit code is 0 as well where somebody else has waited for it.
             assert ended == b"0\n", f"the cluster in {directory} did not end: {told.read()}"

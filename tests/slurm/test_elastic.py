@@ -13,7 +13,7 @@ from test_interruptions import processes
 
 from psrl.coordinator.records import Occupy, Reserve
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
 def join(cluster: Any, member: Member, instances: int) -> str:
@@ -32,8 +32,9 @@ def at_work(cluster: Any, member: Member) -> str:
 
 def served(member: Member, job: str) -> set[str]:
     """Instances of the joiner job that finished a group which they had been given."""
-    instance = {r.group: r.instance for r in member.records() if isinstance(r, Reserve)}
-    occupied = {instance[r.group] for r in member.records() if isinstance(r, Occupy)}
+    records = member.records()  # read once: what was reserved after a first look may be occupied at a second
+    instance = {r.group: r.instance for r in records if isinstance(r, Reserve)}
+    occupied = {instance[r.group] for r in records if isinstance(r, Occupy)}
     return {name for name in occupied if name.startswith(f"instance-join-{job}-")}
 
 

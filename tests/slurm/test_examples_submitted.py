@@ -18,7 +18,7 @@ from psrl.role import load_config
 from psrl.rundir.layout import RunDir
 from psrl.telemetry.metrics import read_metrics
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_gsm8k_qwen2.5_3b"
 STEPS = 2
@@ -93,9 +93,10 @@ def test_both_ways_train_the_same_run(mini_slurm: Any, tiny_model: Path, example
 def test_a_wrong_place_is_refused_before_anything_is_submitted(
     mini_slurm: Any, tiny_model: Path, example: Path, tmp_path: Path, wrong: str, said: str
 ) -> None:
-    before = mini_slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout
+    jobs = ("squeue", "--noheader", "--states=all", "--format=%i")
+    before = set(mini_slurm.run(*jobs).stdout.split())
     overrides = [f"model={tiny_model}", prepared(mini_slurm, example), *SMALL, f"run_dir={tmp_path / 'run'}"]
     refused = start(mini_slurm, tmp_path, example / "launch.sh", *overrides, wrong, code=2)
     assert refused.stdout == "" and refused.stderr.splitlines()[-1].startswith(f"psrl: {said}")
-    assert mini_slurm.run("squeue", "--noheader", "--states=all", "--format=%i").stdout == before
+    assert set(mini_slurm.run(*jobs).stdout.split()) == before
     assert not (tmp_path / "run").exists()

@@ -23,8 +23,8 @@ def test_a_requeue_and_a_warning_in_the_middle(mini_slurm: Any, tiny_model: Path
     member = launch_one(mini_slurm, tmp_path / "sweep", overrides)
     member.at_step(4)
     mini_slurm.run("scontrol", "requeue", member.job_id)
-    member.until(lambda: member.restarts == 1, "the first restart")
-    member.at_step(9)
+    member.until(lambda: member.restarts == 1 and member.state() == "RUNNING", "the first restart")
+    member.at_step(max(9, member.steps()[-1] + 3))  # the last of them made by the second attempt
     wandb_id = (member.dir.rendezvous / "wandb_id").read_text()
     mini_slurm.run("scancel", "--signal=USR2", member.job_id)
     member.until(lambda: member.restarts == 2, "the second restart")
@@ -64,7 +64,7 @@ def test_a_lost_node_requeues_the_run(mini_slurm: Any, tiny_model: Path, tmp_pat
     node = member.node_of("rollout-node").pop()
     orphans = processes(member, "rollout-node-0") | processes(member, "instance-0")
     assert orphans
-    kill_daemons(mini_slurm, node)
+    mini_slurm.kill_daemons(node)
     _, alive = psutil.wait_procs(orphans, timeout=30)
     assert not alive, alive
     mini_slurm.start_node(node)
@@ -74,13 +74,13 @@ def test_a_lost_node_requeues_the_run(mini_slurm: Any, tiny_model: Path, tmp_pat
 
 
 def test_a_killed_trainer_ends_the_job_with_the_cause(mini_slurm: Any, tiny_model: Path, tmp_path: Path) -> None:
-    """A fault of the run's own: FAILED within a minute on all nodes, not requeued, the cause in the job's log."""
+    """A fault of the run's own: FAILED on all nodes, not requeued, the cause in the job's log."""
     overrides = paced(tmp_path, 0.2) | {"model": tiny_model, "trainer.total_training_steps": 1000}
     member = launch_one(mini_slurm, tmp_path / "sweep", overrides)
     member.at_step(2)
     (trainer,) = processes(member, "trainer-0")
     trainer.kill()
-    assert member.ended(timeout_s=60) == "FAILED", member.story()
+    assert member.ended(timeout_s=180) == "FAILED", member.story()
     assert member.restarts == 0
     outcome = read_outcome(member.dir)
     assert outcome is not None and outcome.cause == "trainer-0 ended by signal SIGKILL"
@@ -104,18 +104,9 @@ def test_a_killed_instance_restarts_in_place_and_cancelling_ends_everything(
     mini_slurm.run("scancel", member.job_id)
     assert member.ended(timeout_s=90) == "CANCELLED"
     psutil.wait_procs(second, timeout=30)
-    member.until(lambda: not processes(member, ""), "nothing of the run is left, its srun included", timeout_s=60)
+    member.until(lambda: not processes(member, ""), "nothing of the run is left, its srun included", timeout_s=180)
     member.audit()
     assert "psrl: requeueing" not in member.job_log
-
-
-def kill_daemons(cluster: Any, node: str) -> None:
-    """SIGKILL to a node's slurmd and its stepds; what they started stays."""
-    slurmd = psutil.Process(int((cluster.dir / "pids" / node).read_text().split()[0]))
-    daemons = [slurmd, *(p for p in slurmd.children(recursive=True) if p.name() == "slurmstepd")]
-    assert len(daemons) > 1
-    for process in daemons:
-        process.kill()
 
 
 def processes(member: Member, name: str) -> set[psutil.Process]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from runs import DEADLINE_S
-from sweeps import launch
+from sweeps import hurry, launch, paced
 
 from psrl.rundir.publish import read_published
 
@@ -72,7 +72,7 @@ def test_a_sweep_of_four(mini_slurm: Any, tiny_model: Path, tmp_path: Path) -> N
 
 def test_three_members_at_once_on_one_node(mini_slurm: Any, tiny_model: Path, tmp_path: Path) -> None:
     """The degenerate job of a single node, three times on the same one, each with endpoints of its own."""
-    overrides = {
+    overrides = paced(tmp_path, 1.0) | {
         "model": tiny_model,
         "seed": "1,2,3",
         "trainer.total_training_steps": 3,
@@ -83,6 +83,7 @@ def test_three_members_at_once_on_one_node(mini_slurm: Any, tiny_model: Path, tm
     }
     members = launch(mini_slurm, tmp_path / "sweep", overrides).members
     members[0].until(lambda: [m.state() for m in members] == ["RUNNING"] * 3, "all three run at once")
+    hurry(tmp_path)
     for member in members:
         member.completed(steps=3)
         assert member.node_of("node-") == {"n2"} and len(member.info()) == 1

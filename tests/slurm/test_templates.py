@@ -14,7 +14,7 @@ from psrl.outcome import read_outcome
 from psrl.rundir.layout import RunDir
 from psrl.slurm.job_text import END, READ_VERDICT
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 TEMPLATES = sorted((ROOT / "slurm").glob("*.sbatch"))
 SIZES = ("psrl.deployment.rollout_ngpus_per_node", "psrl.deployment.n_rollout_instances", "preset")

@@ -20,6 +20,6 @@ def test_a_time_limit_of_three_minutes_is_hit(mini_slurm: Any, tiny_model: Path,
     member = launch_one(mini_slurm, tmp_path / "sweep", overrides)
     member.until(lambda: member.restarts >= 1, "the requeue", timeout_s=400)
     hurry(tmp_path)
-    member.completed(steps=60)
+    member.completed(steps=60, timeout_s=700)
     assert member.restarts >= 1
     assert "SIGUSR2" in member.job_log and "DUE TO TIME LIMIT" not in member.job_log

@@ -236,8 +236,8 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path)
         time.sleep(600)
     """
     before = marked()
-    ending = run(program(tmp_path, code, timeout_s=8.0))
-    assert ending == Ending(failed="black box: killed after 8 s: waiting for the model")
+    ending = run(program(tmp_path, code, timeout_s=16.0))
+    assert ending == Ending(failed="black box: killed after 16 s: waiting for the model")
     assert marked() <= before
 
 

@@ -130,6 +130,7 @@ def test_what_has_no_effect_is_told(overrides: list[str], said: str) -> None:
             f"{ROLLOUT}.agent.max_body_mb=64",
         ],
         [BOX, FUNCTION, f"{ROLLOUT}.agent.turn_timeout_s=60", f"{ROLLOUT}.agent.max_body_mb=64"],
+        [BOX, FUNCTION, f"{ROLLOUT}.multi_turn.max_assistant_turns=4"],
     ],
 )
 def test_limits_of_sessions_are_not_told_of_where_they_hold(overrides: list[str]) -> None:

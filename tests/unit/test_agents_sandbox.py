@@ -45,8 +45,8 @@ def test_output_and_exit_code_come_back(tmp_path: Path, isolated: bool) -> None:
 
 @both_kinds
 def test_an_endless_loop_is_killed_at_the_deadline(tmp_path: Path, isolated: bool) -> None:
-    done = run("print('begun', flush=True)\nwhile True: pass", tmp_path, Limits(timeout_s=5), isolated=isolated)
-    assert done == Finished("killed after 5 s", "begun\n")
+    done = run("print('begun', flush=True)\nwhile True: pass", tmp_path, Limits(timeout_s=10), isolated=isolated)
+    assert done == Finished("killed after 10 s", "begun\n")
 
 
 @both_kinds
@@ -58,9 +58,9 @@ def test_a_gigabyte_is_refused(tmp_path: Path, isolated: bool) -> None:
 
 @both_kinds
 def test_endless_output_is_cut_and_ended_by_the_deadline(tmp_path: Path, isolated: bool) -> None:
-    limits = Limits(timeout_s=5, output_bytes=1000)
+    limits = Limits(timeout_s=10, output_bytes=1000)
     done = run("while True: print('x' * 1000)", tmp_path, limits, isolated=isolated)
-    assert done.ended == "killed after 5 s" and len(done.output) < 1100 and " bytes ..." in done.output
+    assert done.ended == "killed after 10 s" and len(done.output) < 1100 and " bytes ..." in done.output
 
 
 @both_kinds
@@ -87,10 +87,10 @@ LEAVES_CHILDREN = """
 @pytest.mark.parametrize("stays", [False, True])
 def test_nothing_is_left_of_what_it_started(tmp_path: Path, isolated: bool, stays: bool) -> None:
     before = _left_in(tmp_path)
-    limits = Limits(timeout_s=8 if stays else 60)
+    limits = Limits(timeout_s=16 if stays else 60)
     done = run(LEAVES_CHILDREN + ("    time.sleep(600)\n" if stays else ""), tmp_path, limits, isolated=isolated)
     assert done.output == "started\n"
-    assert done.ended == ("killed after 8 s" if stays else "")
+    assert done.ended == ("killed after 16 s" if stays else "")
     assert _left_in(tmp_path) <= before
 
 
@@ -221,10 +221,12 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path, isolate
     before = _left_in(tmp_path)
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(starter)])
     deadline = time.monotonic() + 60
-    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    deadline = time.monotonic() + 60
     while _left_in(tmp_path) - before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert _left_in(tmp_path) <= before
@@ -271,12 +273,13 @@ def test_of_much_output_the_middle_is_thrown_away(parts: list[str], kept: str) -
 
 
 def test_marks_are_found(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={MARK: "m1"})
+    mark = f"m{os.getpid()}"
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={MARK: mark})
     try:
         deadline = time.monotonic() + 30
-        while processes_with("m1") != [child.pid] and time.monotonic() < deadline:
+        while processes_with(mark) != [child.pid] and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert processes_with("m1") == [child.pid] and processes_with("m") == []
+        assert processes_with(mark) == [child.pid] and processes_with(mark[:-1]) == []
     finally:
         child.kill()
         child.wait()

@@ -124,6 +124,10 @@ def test_old_spellings_are_accepted_with_one_notice() -> None:
     overrides, notices = normalise(["psrl.ps_mode=nixl_cpu", "model=/models/q"], has_accelerator=True, on_slurm=False)
     assert overrides == ["psrl.ps_mode=nixl", "model=hf", "model.path=/models/q"]
     assert len(notices) == 1
+    overrides, notices = normalise(
+        ["psrl.ps_mode=cpu,nixl_cpu", "preset=cluster"], has_accelerator=True, on_slurm=False
+    )
+    assert "psrl.ps_mode=filesystem,nixl" in overrides and len(notices) == 1
 
 
 def test_presets_change_sizes_only_where_the_schema_has_a_key() -> None:
