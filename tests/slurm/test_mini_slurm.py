@@ -275,7 +275,7 @@ def test_preemption_warns_the_preempted_component_only(slurm: MiniSlurm) -> None
 
     urgent = slurm.submit("#!/bin/bash\nsleep 1000\n", "--partition=urgent", "--nodes=2", "--exclusive")
     wait_until(lambda: "TERM" in lines(rollout), 60, "the rollout component is warned")
-    time.sleep(2)  # of GraceTime=15
+    time.sleep(5)  # of GraceTime=15
     assert lines(trainer) == ["start", "USR2"]
     assert [c["JobState"] for c in slurm.job_info(job)] == ["RUNNING", "RUNNING"], "it has a grace time"
     slurm.wait_job_state(urgent, "PENDING", timeout=1)
